@@ -12,7 +12,7 @@ from tests.support.examples import QUICK, THOROUGH
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK)
 settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=THOROUGH)
 settings.register_profile("fuzz", deadline=None, max_examples=20_000)
-settings.load_profile("quick")  # --hypothesis-profile takes another one
+settings.load_profile("quick")  # --hypothesis-profile selects another one
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def free_port() -> Iterator[int]:
-    """A port on which nobody listens while the test runs."""
+    """Return a port that stays unused while the test runs."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]
@@ -31,7 +31,7 @@ def free_port() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands configure kvflow's log for their process, which here is everybody's."""
+    """Restore the log configuration, which commands change for the whole process."""
     before = (list(LOGGER.handlers), LOGGER.level, LOGGER.propagate)
     yield
     LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]

@@ -1,4 +1,4 @@
-"""Settings: each is checked once, and what is wrong with it is named."""
+"""Settings are checked once, and errors name the setting."""
 
 import dataclasses
 from collections.abc import Callable
@@ -68,7 +68,7 @@ BAD: Final[list[tuple[str, object]]] = [
     ("registry", "tcp://127.0.0.1:65536"),
     ("registry", "tcp://a b:1"),
     ("registry", "tcp://[127.0.0.1]:1"),
-    ("registry", "tcp://[fe80::1%enp65s0f1np1x]:1"),  # no interface has so long a name
+    ("registry", "tcp://[fe80::1%enp65s0f1np1x]:1"),  # interface names are shorter
     ("registry", "tcp://::1:1"),
     ("registry", "tcp://*:1"),
     ("registry", "tcp://0.0.0.0:7100"),

@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""The documents agree with the code."""
 
 import ast
 import dataclasses
@@ -42,7 +42,7 @@ CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 
 
 def test_links_lead_somewhere() -> None:
-    """To a file that exists and, where the link names a heading, to one that the file has."""
+    """Each link leads to an existing file, and to an existing heading if it names one."""
     assert not [f"{page.relative_to(ROOT)}: {link}" for page in DOCUMENTS for link in broken_links(page)]
 
 
@@ -62,7 +62,7 @@ def headings_of(page: Path) -> frozenset[str]:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    """Directly, or over pages that are."""
+    """Directly or through other pages."""
     reached, waiting = set[Path](), [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
@@ -80,7 +80,7 @@ def test_linked_names_exist_in_the_files_that_they_link_to() -> None:
 
 
 def test_every_guarantee_names_what_checks_it() -> None:
-    """An invariant of the simulation or the exploration, or a test: something that exists where its link leads."""
+    """Each guarantee links to an existing test, or to an invariant of the simulation or the exploration."""
     page = ROOT / "docs/simulation.md"
     promises = chapter_of(page.read_text(), "Which code checks which guarantee")
     rows = [line.strip("| ").split(" | ") for line in promises.splitlines() if line.startswith("| **")]
@@ -94,7 +94,7 @@ def test_every_guarantee_names_what_checks_it() -> None:
 
 @functools.cache
 def names_in(file: Path) -> frozenset[str]:
-    """Functions, classes and constants of a module, and members of its classes as `Class.member`."""
+    """Return functions, classes and constants of a module, and members of its classes as `Class.member`."""
     found = set[str]()
     for statement in ast.parse(file.read_text()).body:
         names = list(names_of(statement))
@@ -150,7 +150,7 @@ def test_readme_example_runs() -> None:
 
 
 def output_of(script: str, *arguments: str) -> str:
-    """What a script prints in a fresh interpreter, where it must succeed and complain about nothing."""
+    """Return the output of a script in a fresh interpreter, where it must succeed and print no errors."""
     command = [sys.executable, "-c", script, *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
     assert (finished.returncode, finished.stderr) == (0, "")
@@ -193,7 +193,7 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Help is asked for last, so whatever comes before it must be understood."""
+    """`--help` comes last, so the parser must accept everything before it."""
     program, *words = shlex.split(command.removeprefix("python -m "))
     with pytest.raises(SystemExit) as left:
         benchmarks.main([*words, "--help"]) if program == "benchmarks" else cli.main([*words, "--help"])

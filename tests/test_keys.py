@@ -1,4 +1,4 @@
-"""Keys in files, and the lists that are made of them."""
+"""Key files, and the lists that they contain."""
 
 import os
 import stat
@@ -85,7 +85,7 @@ def test_a_malformed_file_is_refused(path: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize("name", ["secret.key", "peers", "registry", "capability.key"])
 @pytest.mark.parametrize("end", [0, -1, -2])
 def test_a_file_that_is_cut_short_is_refused(path: Path, name: str, end: int) -> None:
-    """Cut before its last digit, "decode-12" is the name of another instance."""
+    """Without its last digit, "decode-12" names another instance."""
     make_capability_key(path)
     text = {"peers": f"{A} decode-1\n{B} decode-12\n", "registry": f"{A}\n"}
     whole = text.get(name) or (path / name).read_text()

@@ -1,4 +1,4 @@
-"""Every number and drawing of docs/memory-layout.md is what the code computes."""
+"""The code computes every number and drawing of docs/memory-layout.md."""
 
 import doctest
 import re

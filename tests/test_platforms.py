@@ -1,4 +1,4 @@
-"""What the pages about platforms tell people to install, to set, and to type, exists."""
+"""The packages, settings and commands on the platform pages exist."""
 
 import importlib
 import inspect
@@ -31,7 +31,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def test_extras_exist() -> None:
-    """Those of `kvflow[...]` and of `.[...]`, of which there may be several at once."""
+    """Extras in `kvflow[...]` and `.[...]`, possibly several at once."""
     named = {
         (page.name, name)
         for page in DOCUMENTS
@@ -62,7 +62,7 @@ def test_settings_are_valid(page: Path) -> None:
 
 @BY_NAME
 def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command and option; what follows is the parser's help, because it is asked for last."""
+    """Each command and option exists; the rest of the line does not run because `--help` comes last."""
     for line in "".join(blocks(page, "console")).splitlines():
         if line.startswith("kvflow "):
             with pytest.raises(SystemExit) as left:
@@ -72,7 +72,7 @@ def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_in_the_tables_are_options() -> None:
-    """A name of the first column that is no environment variable is an option of a transport."""
+    """Each name in the first column is an environment variable or an option of a transport."""
     options = {option for module, backend in BUILT_IN.values() for option in options_of(module, backend)}
     named = {(page.name, name) for page in PAGES for name in named_in_tables(page)}
     assert named

@@ -1,4 +1,4 @@
-"""What is a room, and that rooms of both kinds lead from one engine to the other."""
+"""Valid rooms, and transfers with both kinds of room."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Rules of the package that no other tool checks: what is imported, what is public, how long things are."""
+"""Rules of the package that no other tool checks: imports, public names, lengths."""
 
 import ast
 import functools
@@ -66,21 +66,21 @@ IMPURE: Final = {
 PRINT_MODULES: Final = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 ALLOWED: Final = ["numpy", "numpy.typing", "msgspec", "msgspec.structs", "msgspec.msgpack"]
-"""Third-party libraries of the pure packages; what they load is theirs to answer for."""
+"""Third-party libraries of the pure packages; their own imports are not checked."""
 
 STANDARD: Final = ["dataclasses", "enum", "hashlib", "heapq", "ipaddress", "itertools", "math", "typing"]
 
 
 @functools.cache
 def modules_after(*imports: str) -> frozenset[str]:
-    """What a fresh interpreter has loaded after some imports."""
+    """Return the modules that a fresh interpreter has loaded after some imports."""
     script = "".join(f"import {name}\n" for name in imports) + PRINT_MODULES
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=50)
     return frozenset(json.loads(done.stdout))
 
 
 def own_modules_after(*names: str) -> frozenset[str]:
-    """What kvflow itself has loaded: the same imports with and without kvflow in them."""
+    """Return the modules that kvflow itself loads: the difference with and without kvflow in the imports."""
     libraries = (*ALLOWED, *STANDARD)
     return modules_after(*libraries, *names) - modules_after(*libraries)
 
@@ -99,7 +99,7 @@ def test_what_needs_no_library_loads_none() -> None:
 
 
 def test_what_is_loaded_can_be_seen() -> None:
-    """The check would find something if there was something to find; only `ctypes` is numpy's own."""
+    """The check can find violations; numpy itself loads only `ctypes`."""
     assert modules_after(*ALLOWED, *STANDARD) & IMPURE <= {"ctypes"}
     assert own_modules_after("kvflow.wire.channel") >= {"zmq", "asyncio", "socket"}
     assert own_modules_after("kvflow.observe.logs") >= {"structlog", "logging"}
@@ -124,7 +124,7 @@ def test_public_names_have_a_docstring_and_the_module_that_is_listed() -> None:
 
 
 def has_own_docstring(name: str, value: object) -> bool:
-    """Return whether somebody wrote it: dataclasses and named tuples write "Name(fields)" for themselves."""
+    """Return whether a docstring was written by hand; dataclasses and named tuples generate "Name(fields)"."""
     docstring = value.__doc__ or ""
     return bool(docstring.strip()) and not docstring.startswith(f"{name}(")
 
@@ -142,7 +142,7 @@ def test_other_names_do_not_resolve() -> None:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Every module of the package, parsed."""
+    """Return the parsed modules of the package."""
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in SOURCES}
 
 
@@ -191,7 +191,7 @@ def test_version_is_the_same_everywhere() -> None:
 
 
 def test_lock_has_the_versions_that_are_pinned() -> None:
-    """`make lock` was run after `constraints.txt` was changed."""
+    """`make lock` must run after `constraints.txt` changes."""
     place = ROOT.parent
     pinned = {line for line in (place / "constraints.txt").read_text("utf-8").splitlines() if "==" in line}
     locked = {line.removesuffix(" \\") for line in (place / "requirements.lock").read_text("utf-8").splitlines()}

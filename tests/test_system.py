@@ -61,7 +61,7 @@ async def test_without_threads_the_function_is_not_called(monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
-        for _ in range(2 * MAX_THREADS):  # nothing is used up
+        for _ in range(2 * MAX_THREADS):  # a failed call must not use up a thread
             with pytest.raises(ThreadShortage) as caught:
                 await run(partial(called.append, True))
     assert caught.value.values == {"detail": "can't start new thread"}

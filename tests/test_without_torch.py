@@ -1,4 +1,4 @@
-"""kvflow works where torch is not installed: checked in fresh interpreters that refuse to import it."""
+"""kvflow works without torch: checked in fresh interpreters that refuse to import it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Deadlines that change while an alarm is set."""
+"""Alarms whose deadline changes while they are set."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ FAR_S = 1e6
 
 
 class Deadlines:
-    """A changing deadline, how often it was asked for, and how late it was told."""
+    """A deadline that changes; counts how often it is read, and records how late the alarm fires."""
 
     def __init__(self) -> None:
         self.next: float | None = None
@@ -72,7 +72,7 @@ async def test_no_deadline_is_told_before_its_time() -> None:
 
 async def test_lag_is_how_long_the_event_loop_was_busy() -> None:
     with deadlines_of_a_test() as deadlines:
-        deadlines.set(-5.0)  # told late, but not by the event loop
+        deadlines.set(-5.0)  # late, but not because of the event loop
         await until(lambda: deadlines.late_s)
         deadlines.set(SOON_S)
         time.sleep(3 * SOON_S)  # noqa: ASYNC251 - it is busy
@@ -95,7 +95,7 @@ async def test_a_deadline_that_is_taken_back_is_not_told() -> None:
         deadlines.set(SOON_S)
         deadlines.set(None)
         asked = deadlines.num_asked
-        await until(lambda: deadlines.num_asked > asked)  # by the timer of the deadline that was
+        await until(lambda: deadlines.num_asked > asked)  # the timer of the former deadline reads it
         assert not deadlines.late_s
 
 
@@ -149,7 +149,7 @@ async def test_a_call_that_fails_is_reported_and_not_repeated_by_itself() -> Non
 
 
 class _Shifted(asyncio.SelectorEventLoop):
-    """An event loop whose clock has another origin."""
+    """An event loop whose clock starts elsewhere."""
 
     def time(self) -> float:
         return super().time() + FAR_S

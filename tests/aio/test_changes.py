@@ -1,4 +1,4 @@
-"""What changes on the event loop is told to threads that look, wait or select."""
+"""Changes on the event loop reach threads that check, wait or select."""
 
 import os
 import select
@@ -102,7 +102,7 @@ def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early
 def test_a_descriptor_that_was_told_late_is_cleared_by_a_look_that_finds_nothing() -> None:
     changes: Changes[int] = Changes()
     fd = changes.fileno()
-    changes.notify()  # of what another look has taken already
+    changes.notify()  # for a change that has been taken already
     assert is_readable(fd)
     assert changes.take() == []
     assert not is_readable(fd)

@@ -1,4 +1,4 @@
-"""The event loop is woken from any thread, and the thread that wakes it goes on."""
+"""Any thread can wake the event loop without blocking."""
 
 import asyncio
 import sys
@@ -19,13 +19,13 @@ CALLS_PER_THREAD = 500
 
 
 def num_files() -> int:
-    """Open files of this process."""
+    """Return the number of open files of this process."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture(params=["linux", "elsewhere"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Linux, and a system without such descriptors."""
+    """Return the system to test: Linux, or one without `eventfd`."""
     if request.param == "elsewhere":
         monkeypatch.setattr(sys, "platform", "elsewhere")
     return str(request.param)
@@ -59,7 +59,7 @@ async def test_every_call_from_any_thread_is_made_once_on_the_event_loop_in_orde
 
 
 async def test_the_thread_that_rings_keeps_the_interpreter() -> None:
-    """Between two rings nothing of the event loop runs, unless the thread gives the interpreter away itself."""
+    """The event loop does not run between two rings unless the thread releases the GIL itself."""
     doorbell = Doorbell()
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)
@@ -89,7 +89,7 @@ async def test_closing_makes_what_is_left_and_gives_the_descriptor_back() -> Non
     doorbell.close()
     await asyncio.sleep(0)
     assert made == ["left"]
-    assert num_files() <= before  # some of an earlier test may be closed meanwhile
+    assert num_files() <= before  # files of an earlier test may be closed meanwhile
     doorbell.close()
 
 
@@ -164,7 +164,7 @@ async def test_the_event_loop_has_its_turn_although_calls_go_on() -> None:
             doorbell.call_soon(again)
 
     doorbell.call_soon(again)
-    while turns < 10:  # never, if the calls were made until none is left
+    while turns < 10:  # hangs if the doorbell makes calls until none is left
         await asyncio.sleep(0)
         turns += 1
     doorbell.close()

@@ -1,4 +1,4 @@
-"""Something that becomes true once."""
+"""A flag that becomes true once."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""Work that is done to its end."""
+"""Work that is shielded from cancellation."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Work:
-    """Goes on when the test says so, and notes that it has ended."""
+    """Blocks until the test releases it, and records its end."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.may_go_on = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The switch interval of the process, while somebody needs a shorter one."""
+"""A shorter switch interval of the interpreter, for as long as it is requested."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tasks of an object that is opened and closed like a file."""
+"""Background tasks of an object that is opened and closed like a file."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Recorder:
-    """Owned tasks and what has become of them."""
+    """Owned tasks, with a log of their starts, ends and crashes."""
 
     def __init__(self) -> None:
         self.crashes: list[Exception] = []
@@ -23,7 +23,7 @@ class Recorder:
         self.tasks = OwnedTasks(self.crashes.append)
 
     async def live(self, name: str) -> None:
-        """Run until it is ended."""
+        """Run until cancelled."""
         self.log.append(f"{name} started")
         try:
             await anyio.sleep_forever()

@@ -1,4 +1,4 @@
-"""Running what waits, now and then."""
+"""Periodic warm-ups of idle items."""
 
 import anyio
 import pytest

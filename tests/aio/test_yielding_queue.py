@@ -1,4 +1,4 @@
-"""Items that are taken a few at a time."""
+"""A queue whose items are taken a few at a time."""
 
 import anyio
 import anyio.lowlevel

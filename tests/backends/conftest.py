@@ -1,4 +1,4 @@
-"""What tests of transports share."""
+"""Fixtures of the transport tests."""
 
 import importlib
 from typing import Any
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture
 def api() -> Any:
-    """The library as kvflow imports it."""
+    """Return the module of NIXL that kvflow imports."""
     return importlib.import_module("nixl_cu12._api")

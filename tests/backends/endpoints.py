@@ -29,13 +29,13 @@ NO_OPTIONS: Mapping[str, object] = {}
 
 
 def make_layout(address: int, num_bytes: int, *, memory_kind: str = "DRAM") -> KVLayout:
-    """A layout of one cell."""
+    """Return a layout of one cell."""
     region = Region("kv", 0, address, 1, 0, 1, 0, (0, 1), 0, num_bytes, "uint8")
     return KVLayout((Component("kv", (region,)),), "test", memory_kind=memory_kind)
 
 
 async def open_bare(backend: Backend, name: str | None = None) -> None:
-    """Open a backend of which nothing is expected to be delivered."""
+    """Open a backend and fail on any event."""
 
     def refuse(delivered: object) -> None:
         raise AssertionError(delivered)

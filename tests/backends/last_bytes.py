@@ -1,7 +1,7 @@
 """A process that is killed in the middle of large writes of NIXL: `python -m tests.backends.last_bytes ROUNDS`.
 
-Each round starts a writer, kills it when a part has arrived, and waits for `Backend.outlast`. It reports what has
-landed between the death and that, and what after it, which must be nothing. `UCX_TLS` chooses the way of the writes.
+Each round starts a writer, kills it once some bytes have arrived, and waits for `Backend.outlast`. It reports how many
+bytes land between the death and that proof, and how many after it, which must be none. `UCX_TLS` selects the transport.
 """
 
 import functools
@@ -29,17 +29,17 @@ NUM_BYTES: Final = 64 * 2**20
 PIECE: Final = 2**20
 WATCHED_S: Final = 0.4
 RARELY_S: Final = 0.1
-"""Between polls of the receiver, so that what came over TCP waits in its sockets."""
+"""Pause between polls of the receiver, long enough that bytes sent over TCP pile up in its sockets."""
 
 
 class Landing(msgspec.Struct):
-    """What a killed process has left behind.
+    """Bytes that land after a process is killed.
 
     Attributes:
-        is_proved: The transport says that nothing lands any more.
-        elapsed_s: From the death to that.
+        is_proved: The transport proved that nothing lands any more.
+        elapsed_s: From the death to the proof.
         num_arrived: Bytes that had landed at the death.
-        num_late: Bytes that landed after it.
+        num_late: Bytes that landed between the death and the proof.
         num_after_proof: Bytes that landed after the proof.
     """
 
@@ -51,18 +51,18 @@ class Landing(msgspec.Struct):
 
 
 def layout_of(memory: Any) -> KVLayout:
-    """One region of pages as large as a piece."""
+    """Return a layout of one region with pages of `PIECE` bytes."""
     address = int(memory.ctypes.data)
     region = Region("k", 0, address, NUM_BYTES // PIECE, PIECE, 1, PIECE, (0, 1), PIECE, PIECE, "uint8")
     return KVLayout((Component("kv", (region,)),), "last bytes", (MemoryRange(address, NUM_BYTES),))
 
 
 def ignore(_: object) -> None:
-    """Take an event, or the reason of a breakdown."""
+    """Ignore an event or the reason of a breakdown."""
 
 
 async def write(name: str, metadata: bytes, address: int) -> None:
-    """Write to another process, until killed."""
+    """Write to another process until killed."""
     memory = np.full(NUM_BYTES, 0x77, np.uint8)
     async with NixlBackend() as backend:
         ended = anyio.Event()
@@ -87,7 +87,7 @@ async def write(name: str, metadata: bytes, address: int) -> None:
 
 
 async def kill_one(backend: NixlBackend, name: str, memory: Any) -> Landing:
-    """Start a writer, and kill it in the middle of its first write."""
+    """Start a writer, kill it in the middle of its first write, and measure what lands."""
     memory[:] = 0
     command = [
         sys.executable,
@@ -116,7 +116,7 @@ async def kill_one(backend: NixlBackend, name: str, memory: Any) -> Landing:
 
 
 async def receive(num_rounds: int) -> list[Landing]:
-    """Kill so many writers, one after another."""
+    """Kill `num_rounds` writers, one after another."""
     memory = np.zeros(NUM_BYTES, np.uint8)
     async with NixlBackend(idle_interval_s=RARELY_S) as backend:
         await backend.open("receiver", ignore, ignore)
@@ -125,7 +125,7 @@ async def receive(num_rounds: int) -> list[Landing]:
 
 
 def kill_writers(num_rounds: int, environment: Mapping[str, str]) -> list[Landing]:
-    """Kill so many writers, with libraries that are loaded in another environment."""
+    """Kill `num_rounds` writers in a subprocess with this environment."""
     command = [sys.executable, "-m", "tests.backends.last_bytes", str(num_rounds)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""What an owner thread does while nobody looks."""
+"""Recorders of how long an owner thread waits for its next command."""
 
 import queue
 from collections.abc import Callable
@@ -13,11 +13,13 @@ __all__ = ["Clock", "record_waits"]
 Command = Callable[[], None] | None
 
 LOOK_S: Final = 1e-4
-"""How long a wait really takes that has a clock of its own."""
+"""Duration of each real wait of a queue that has a fake clock."""
 
 
 class Clock:
-    """Stands for the module `time`: time passes while an owner thread waits in vain for a command, and only then.
+    """A fake of the module `time` whose time passes only while an owner thread waits in vain for a command.
+
+    Polls and wake-ups, whose duration depends on the machine, take no time.
 
     How long a poll takes, and how late a thread is woken, depends on the machine; here neither takes any time.
     """
@@ -33,7 +35,7 @@ class Clock:
 
 
 class QueueModule:
-    """Stands for the module `queue`: its queues note how long their taker is ready to wait."""
+    """A fake of the module `queue` whose queues record the timeout of each `get`."""
 
     Empty = queue.Empty
 
@@ -66,7 +68,7 @@ class RecordingQueue:
 
 
 def record_waits(monkeypatch: pytest.MonkeyPatch, clock: Clock | None = None) -> list[float | None]:
-    """How long each look for a command is ready to wait, for owners made from now on; by a clock of theirs, if any."""
+    """Record the timeout of each wait for a command by owner threads created from now on; give them `clock`, if any."""
     module = QueueModule(clock)
     monkeypatch.setattr(kvflow.backends.owner_thread, "queue", module)
     if clock is not None:

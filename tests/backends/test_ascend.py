@@ -1,4 +1,4 @@
-"""The Ascend backend without an NPU: a library that copies memory, and the real one for its signatures."""
+"""The Ascend backend without an NPU: against a fake library that copies memory, and the real one for its signatures."""
 
 import ctypes
 import importlib
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {"store_url": "tcp://127.0.0.1:1", "role": "Prefill", 
 
 
 class FakeEngine:
-    """Stands for the library's engine: sessions are of this process, and addresses are real."""
+    """A fake of the library's engine: sessions live in this process, and addresses are real."""
 
     TransDataOpType = SimpleNamespace(
         SDMA="sdma", HOST_RDMA="host", DEVICE_RDMA="rdma", DEVICE_URMA="u", DEVICE_UBOE="o"
@@ -104,14 +104,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class PretendedBuffer(HostBuffer):
-    """Host memory that is said to be a device's."""
+    """Host memory that claims to be a device's."""
 
     memory_kind = "VRAM"
 
 
 @pytest.mark.usefixtures("library")
 class TestContract(BackendContract):
-    """With a library that copies memory, which no engine of it ever loses sight of."""
+    """Runs the contract on the fake library."""
 
     backend = "ascend"
     options = MappingProxyType({**OPTIONS, "close_timeout_s": 0.2})
@@ -241,7 +241,7 @@ async def test_the_real_library_says_that_there_is_no_device_and_prints_nothing(
     "method", ["initialize", "batch_register_memory", "batch_transfer_sync_write", "unregister_memory", "get_rpc_port"]
 )
 def test_the_real_library_takes_the_same_arguments(method: str) -> None:
-    """In the same order: they are given by position. It has more, with defaults."""
+    """The library may have more parameters if they have defaults; kvflow passes arguments by position."""
     real = importlib.import_module("memfabric_hybrid").TransferEngine
     names = re.findall(r"(\w+): ", getattr(real, method).__doc__.partition("->")[0])[1:]
     fake = getattr(FakeEngine, method).__code__

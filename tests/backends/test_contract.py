@@ -1,4 +1,4 @@
-"""kvflow's own transports keep the contract that others are held to."""
+"""kvflow's own transports keep the contract of `kvflow.testing`."""
 
 from typing import Final
 
@@ -39,7 +39,7 @@ class TestNixl(BackendContract):
 
 
 class SharedContract(BackendContract):
-    """An endpoint that ranks could share, and that one rank has for itself."""
+    """Runs the contract on an endpoint that ranks can share, used by a single rank."""
 
     @override
     def new_backend(self) -> Backend:
@@ -63,7 +63,7 @@ class TestSharedNixl(SharedContract):
 
 @pytest.mark.timeout(180)
 class TestMooncake(WriteContract, RangeContract, PeerContract, ProcessContract):
-    """100,000 descriptors in one post take Mooncake seconds, and most of a minute where all cores are busy."""
+    """100,000 descriptors in one post take Mooncake seconds, and most of a minute when all cores are busy."""
 
     backend = "mooncake"
     timeout_s = 150.0
@@ -72,7 +72,7 @@ class TestMooncake(WriteContract, RangeContract, PeerContract, ProcessContract):
 
 @pytest.mark.slow
 class TestMooncakeAtLength(BlockContract, MetadataContract, MemoryContract, ClosingContract):
-    """The rest of the contract: each test takes two seconds, in which engines are closed."""
+    """The rest of the contract: each test spends two seconds closing engines."""
 
     backend = "mooncake"
     impatient = IMPATIENT
@@ -83,7 +83,7 @@ def test_mooncake_is_held_to_the_whole_contract() -> None:
 
 
 class TestMemoryInTorch(BackendContract):
-    """Memory that the suite did not allocate itself; on a device the same buffers are used."""
+    """Memory that torch allocates instead of the suite; on a device the same buffers are used."""
 
     backend = "memory"
     reaches_other_processes = False

@@ -1,4 +1,4 @@
-"""The contract on memory of a GPU, where there is one."""
+"""The contract on GPU memory; skipped without a GPU."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What is delivered to a rank, and when."""
+"""Which events a rank receives, and when."""
 
 import functools
 import threading
@@ -19,7 +19,7 @@ ENDS = [PostEnded(number, None) for number in range(4)]
 
 
 class Rank:
-    """Keeps what is delivered, batch by batch."""
+    """Records the events of each delivery."""
 
     def __init__(self) -> None:
         self.batches: list[list[BackendEvent]] = []

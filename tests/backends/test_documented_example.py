@@ -1,4 +1,4 @@
-"""The transport of docs/backends.md, in a distribution of its own, passes the suite from outside."""
+"""The transport of docs/backends.md passes the suite from a distribution of its own."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_the_example_passes_the_suite_from_outside(tmp_path: Path) -> None:
 
 
 def rows() -> dict[str, list[str]]:
-    """The table of transports, by its first column."""
+    """Return the table of transports, by its first column."""
     table = PAGE.partition("## The transports there are")[2].partition("\n\n")[2].partition("\n\n")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {row[0]: row[1:] for row in cells}

@@ -1,4 +1,4 @@
-"""Host memory, as this process sees it."""
+"""Host memory as this process maps it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvflow.geometry.layout import MemoryRange
 
 
 def test_bytes_of_another_address() -> None:
-    """The address that the layout gives and the real one have nothing to do with each other."""
+    """The address in the layout is unrelated to the real one."""
     memory = np.arange(64, dtype=np.uint8)
     high = MemoryRange(2**63, 64)
     view = host_view(RegisteredMemory((high,), "DRAM", 0), MemoryRange(2**63 + 8, 16), int(memory.ctypes.data) + 8)

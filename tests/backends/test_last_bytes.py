@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of a large write of NIXL, on one host."""
+"""Nothing lands after `Backend.outlast` when a process is killed in the middle of a large NIXL write, on one host."""
 
 import os
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("settings", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
 def test_nothing_lands_after_the_proof_that_the_last_bytes_of_a_killed_process_have(settings: dict[str, str]) -> None:
-    """By default the writer copies the bytes itself. Over TCP its kernel goes on sending what it holds."""
+    """By default the writer copies the bytes itself; over TCP its kernel goes on sending its buffers."""
     for landing in kill_writers(3, {**os.environ, **settings}):
         assert landing.is_proved
         assert landing.num_arrived > 0

@@ -1,4 +1,4 @@
-"""The transport inside one process, and what it can be told to do wrong."""
+"""The in-process transport, and the faults that it can inject."""
 
 import asyncio
 import itertools
@@ -119,7 +119,7 @@ async def test_a_post_to_a_peer_that_has_left_fails() -> None:
 
 
 async def test_a_large_write_gives_the_loop_turns() -> None:
-    """Another task runs at least once for each part that is copied, and sees the write half done."""
+    """Other tasks run at least once per copied part, and see the write half done."""
     parts = 4
     async with open_endpoints("memory", parts * BYTES_PER_TURN) as (source, target):
         offsets = range(0, parts * BYTES_PER_TURN, BYTES_PER_TURN)
@@ -143,7 +143,7 @@ async def test_small_writes_pass_a_large_one() -> None:
 
 
 class Echo(threading.Thread):
-    """An endpoint on an event loop of its own, in a thread: answers each notice by writing its slot back."""
+    """An endpoint on an event loop in a thread of its own that answers each notice by writing its slot back."""
 
     def __init__(self, peer: Endpoint, num_posts: int) -> None:
         super().__init__(name="echo")

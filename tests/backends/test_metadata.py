@@ -1,4 +1,4 @@
-"""What backends tell each other, and which ranges they let pass."""
+"""The metadata that backends exchange, and the ranges that they accept."""
 
 import zlib
 
@@ -28,7 +28,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def fields(**memory: object) -> dict[str, object]:
-    """Metadata as a peer of another version or mind might write it."""
+    """Return metadata as a peer of another version, or a hostile one, might write it."""
     return {
         "backend": "memory",
         "agent": b"x",
@@ -100,7 +100,7 @@ def test_a_checksum_does_not_make_it_metadata(body: bytes) -> None:
 
 
 def oracle(memory: RegisteredMemory, row: Row) -> bool:
-    """The rule, in unbounded integers."""
+    """Return whether a row is valid, in unbounded integers."""
     address, length, device = row
     return length > 0 and any(
         owner.address <= address and address + length <= owner.end and device == memory.location_of(owner).device_id
@@ -113,7 +113,7 @@ BASES = (0, 1000, 2**63 - 8, 2**63, ADDRESS_LIMIT - 64)
 
 @st.composite
 def memories(draw: st.DrawFn) -> RegisteredMemory:
-    """Sorted, disjoint ranges, some of which touch, at ends and in the middle of the address space."""
+    """Draw sorted, disjoint ranges in the middle and at both ends of the address space; some are adjacent."""
     address = draw(st.sampled_from(BASES))
     ranges = []
     for gap, length in draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=1, max_size=4)):
@@ -181,7 +181,7 @@ def test_the_first_bad_row_is_named(memory: RegisteredMemory, rows: list[Row]) -
         ((BASE + 99, 1, 3), True),
         ((BASE + 100, 50, 3), True),
         ((2**63 + 9, 1, 3), True),
-        ((BASE + 99, 2, 3), False),  # spans two registrations that touch
+        ((BASE + 99, 2, 3), False),  # spans two adjacent registrations
         ((BASE, 150, 3), False),
         ((BASE + 150, 1, 3), False),
         ((BASE, 100, 0), False),

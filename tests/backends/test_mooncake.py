@@ -1,4 +1,4 @@
-"""What only Mooncake can do: be missing, be there twice, print, fall back to TCP, and leave something behind."""
+"""Behaviour of Mooncake alone: installation, output, the fallback to TCP, and leaks."""
 
 import gc
 import importlib.metadata
@@ -42,7 +42,7 @@ def has_thread(agent_name: str) -> bool:
 
 
 async def unavailable(backend: MooncakeBackend) -> BackendUnavailable:
-    """Why a backend does not open; it leaves no thread, and can be closed."""
+    """Return why a backend does not open; it leaves no thread behind, and can be closed."""
     name = fresh_name()
     async with backend:
         with pytest.raises(BackendUnavailable) as caught:
@@ -191,11 +191,11 @@ async def test_the_owner_sleeps_unless_a_write_is_under_way(monkeypatch: pytest.
         await until(lambda: waits[-1] is None)
         num_waits = len(waits)
         await target.close()
-        assert len(waits) <= num_waits + 8  # the target's last commands
+        assert len(waits) <= num_waits + 8  # commands that close the target
 
 
 async def session_of(backend: MooncakeBackend) -> str:
-    """The address that peers of an endpoint are given."""
+    """Return the session that an endpoint gives to its peers."""
     buffer = HostBuffer(64)
     async with open_endpoint(backend, buffer) as endpoint:
         metadata = PeerMetadata.unpack(endpoint.backend.metadata(), backend="mooncake")
@@ -242,7 +242,7 @@ anyio.run(main)
 
 
 async def test_hosts_with_only_an_ipv6_address_reach_each_other() -> None:
-    """In a process of its own, which then cannot use IPv4 any more."""
+    """Runs in a process of its own, which then cannot use IPv4."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     command = [sys.executable, "-c", IPV6]
     ended = await anyio.run_process(command, cwd=ROOT, env=environment, check=False, stderr=subprocess.PIPE)
@@ -258,7 +258,7 @@ async def test_ipv6_is_refused_where_the_library_was_loaded_for_ipv4(monkeypatch
 
 
 async def test_closing_while_a_peer_is_being_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that asks the peer is left alone with its engine."""
+    """Closing does not wait for the thread that probes the peer, and leaves the engine to it."""
     entered, leave = threading.Event(), threading.Event()
     probe = engine.Engine.probe
 
@@ -289,7 +289,7 @@ async def open_and_close() -> None:
 
 
 def held() -> tuple[set[str], int, int]:
-    """Threads of Python, all threads, and open files."""
+    """Return the names of Python threads, and the numbers of all threads and of open files."""
     gc.collect()
     threads = {thread.name for thread in threading.enumerate()}
     return threads, len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
@@ -366,7 +366,7 @@ async def run_program(end: str, **variables: str) -> "subprocess.CompletedProces
     ids=str,
 )
 async def test_a_process_that_used_mooncake_ends_as_it_wants_and_prints_nothing(end: str, code: int) -> None:
-    """Although the library has errors to tell: the second write goes to a peer that has left."""
+    """The library has errors to report: the second write goes to a peer that has left."""
     ended = await run_program(end)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, b"", b"")
 

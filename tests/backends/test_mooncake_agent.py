@@ -1,4 +1,4 @@
-"""The connections of a Mooncake endpoint, over engines that do what the test says."""
+"""Connections of a Mooncake endpoint, over fake engines whose results the test sets."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -22,7 +22,7 @@ ONE_WRITE = np.array([(0, 8, 0)], np.uint64)
 
 
 class Engine(WritingEngine):
-    """Every write has the state that the test gives."""
+    """An engine whose writes all have the state that the test sets."""
 
     session = "me:1"
 
@@ -34,11 +34,11 @@ class Engine(WritingEngine):
 
     @override
     def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """Take anything."""
+        """Accept any ranges."""
 
     @override
     def probe(self, address: EndpointAddress) -> None:
-        """Say that somebody answers."""
+        """Accept any address, as if a peer answered."""
 
     @override
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
@@ -82,7 +82,7 @@ class Bench:
 
     @property
     def ends(self) -> list[tuple[int, bool]]:
-        """Posts that have ended, and whether they went well."""
+        """Return the posts that have ended, and whether each succeeded."""
         self._delivery.deliver()
         return [(it.post_id, it.error is None) for it in self._events if isinstance(it, PostEnded)]
 
@@ -96,7 +96,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_peer_that_comes_back_while_writes_to_it_run_is_written_to_through_another_engine(bench: Bench) -> None:
-    """The connection of the first one may be stuck for as long again as the partition has lasted."""
+    """After a partition the first engine's connection may stay stuck for as long again."""
     bench.connect()
     bench.post(1)
     bench.agent.disconnect("peer")

@@ -1,4 +1,4 @@
-"""Peers of a Mooncake endpoint that are real processes: they hang, die, and come back under an old address."""
+"""Mooncake against peers in real processes, which hang, die, and come back at a former address."""
 
 import signal
 from collections.abc import AsyncIterator
@@ -37,22 +37,22 @@ class Peer(Target):
         return EndpointAddress.unpack(unsealed(self.metadata).agent, agent=self.name, protocol="tcp")
 
     def metadata_with(self, **changes: object) -> bytes:
-        """Its metadata with another address."""
+        """Return its metadata with some fields of the address changed."""
         address = msgspec.structs.replace(self.endpoint, **changes)
         return msgspec.structs.replace(unsealed(self.metadata), agent=address.pack()).pack()
 
     async def stop(self) -> None:
-        """Stop all of its threads, which takes a moment."""
+        """Stop its process, and wait until all of its threads have stopped."""
         self.process.send_signal(signal.SIGSTOP)
         await until(lambda: set(thread_states(self.process.pid)) == {"T"})
 
     def all_of(self, source: Endpoint) -> Descriptors:
-        """Copies of everything the source has."""
+        """Return copies of the whole memory of the source."""
         return self.pieces(source, *range(SIZE // PIECE))
 
 
 def thread_states(pid: int) -> list[str]:
-    """One letter for each thread of a process: R, S, T, ..."""
+    """Return one letter for each thread of a process: R, S, T, ..."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
@@ -106,7 +106,7 @@ async def test_posts_to_a_process_that_was_killed_end_by_themselves() -> None:
 async def test_what_was_written_to_a_process_that_hangs_lingers_and_lands_when_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This is why a timeout is no proof: the post has ended here long before."""
+    """A timeout proves nothing: the bytes land long after the post has ended here."""
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     async with open_source() as source, open_peer() as peer, open_peer() as other:
         await source.backend.connect(peer.name, peer.metadata)
@@ -127,7 +127,7 @@ async def test_closing_stops_what_a_hung_process_holds_up_and_says_what_may_stil
     async with open_source() as source, open_peer() as peer:
         await source.backend.connect(peer.name, peer.metadata)
         await peer.stop()
-        for post_id in range(6):  # the first four fill the window, the others do not begin
+        for post_id in range(6):  # the first four fill the window, the others do not start
             source.backend.post(post_id, peer.name, peer.all_of(source), b"")
         await source.close()
         after = {end.post_id: (end.error is None, end.lingers) for end in source.ends()}
@@ -145,7 +145,7 @@ def port_of(listener: anyio.abc.Listener[anyio.abc.SocketStream]) -> int:
 
 @asynccontextmanager
 async def forwarder(upstreams: list[tuple[str, int]]) -> AsyncIterator[int]:
-    """A port whose connections go on to the last of some addresses: a host on which processes come and go."""
+    """Forward connections to the last of some addresses, as a host does on which processes come and go."""
 
     async def serve(client: anyio.abc.SocketStream) -> None:
         async with client, await anyio.connect_tcp(*upstreams[-1]) as upstream, anyio.create_task_group() as tasks:
@@ -172,7 +172,7 @@ def endpoint_of(address: EndpointAddress) -> tuple[str, int]:
 
 
 async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> None:
-    """The engine still has the data port of the first incarnation, and would never ask again."""
+    """The engine caches the data port of the first incarnation, and would never ask for the new one."""
     upstreams: list[tuple[str, int]] = []
     async with open_source() as source, forwarder(upstreams) as port:
         for post_id in range(3):
@@ -184,7 +184,7 @@ async def test_a_process_that_comes_back_under_the_same_address_is_reached() -> 
 
 
 async def test_the_address_of_an_incarnation_that_is_over_is_refused() -> None:
-    """Another incarnation listens there now; the old one's pages are nobody's."""
+    """Another incarnation listens there now, and the pages of the old one have no owner."""
     upstreams: list[tuple[str, int]] = []
     async with open_source() as source, forwarder(upstreams) as port, open_peer() as first, open_peer() as second:
         session = f"127.0.0.1:{port}"
@@ -206,7 +206,7 @@ async def test_a_wrong_incarnation_is_refused_and_needs_no_engine() -> None:
 
 
 def claimed(victim: Endpoint, host: str, at: int) -> bytes:
-    """Metadata of somebody who gives the session of an endpoint, and bytes that he knows in its memory."""
+    """Return metadata of a peer that claims the session of an endpoint, with bytes that it knows in its memory."""
     theirs = unsealed(victim.backend.metadata())
     address = EndpointAddress.unpack(theirs.agent, agent=victim.name, protocol="tcp")
     known = bytes(victim.memory[at : at + INCARNATION_BYTES])
@@ -218,7 +218,7 @@ def claimed(victim: Endpoint, host: str, at: int) -> bytes:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
 async def test_the_session_of_another_endpoint_is_refused(host: str) -> None:
-    """Else what the liar is granted would be written to pages that nobody has given."""
+    """Otherwise kvflow would write to pages that their owner never granted."""
     async with open_endpoints("mooncake", SIZE) as (source, target):
         for victim in (source, target):
             for at in (0, SIZE // 2, SIZE - INCARNATION_BYTES):
@@ -229,7 +229,7 @@ async def test_the_session_of_another_endpoint_is_refused(host: str) -> None:
 
 
 async def test_an_incarnation_in_the_cell_of_another_endpoint_is_refused() -> None:
-    """Its slots have what it has read of peers, for a moment."""
+    """Slots near an incarnation briefly hold what was read from peers, so a liar could know their content."""
     async with open_endpoints("mooncake") as (source, target):
         for victim in (source, target):
             theirs = unsealed(victim.backend.metadata())
@@ -242,7 +242,7 @@ async def test_an_incarnation_in_the_cell_of_another_endpoint_is_refused() -> No
 
 
 async def test_peers_with_equal_addresses_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that were forked have their memory at the same addresses."""
+    """Forked processes have their memory at the same addresses."""
     monkeypatch.setattr(backend, "_is_in", lambda *_: True)
     async with open_endpoints("mooncake", count=3) as endpoints:
         for post_id, target in enumerate(endpoints[1:]):
@@ -273,7 +273,7 @@ async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 async def test_peers_that_have_left_leave_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library keeps those of an engine for ever; so the engine is replaced, but not under a peer that stays."""
+    """The library never closes an engine's connections, so kvflow retires engines; a peer that stays keeps its own."""
     monkeypatch.setattr(agent, "MAX_DEPARTED", 2)
     async with open_backend(MooncakeBackend()) as source, open_backend(MooncakeBackend()) as staying:
         await source.connect(staying)
@@ -286,12 +286,12 @@ async def test_peers_that_have_left_leave_no_connections(monkeypatch: pytest.Mon
                     await source.take_end(post_id)
                 await source.backend.disconnect(leaving.name)
             num_files.append(count("fd"))
-        assert max(num_files[6:]) <= max(num_files[:6]) + 2 * LANES  # and not six times that
+        assert max(num_files[6:]) <= max(num_files[:6]) + 2 * LANES  # and not six times as many
         assert {end.error for end in source.ends()} == {None}
 
 
 def count(kind: str) -> int:
-    """Threads ("task") or open files ("fd") of this process."""
+    """Return the number of threads ("task") or open files ("fd") of this process."""
     return len(list(Path("/proc/self", kind).iterdir()))
 
 
@@ -300,7 +300,7 @@ async def test_a_peer_that_accepts_and_says_nothing_holds_up_nobody(monkeypatch:
         open_endpoints("mooncake", 4096) as (source, target),
         await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
     ):
-        monkeypatch.setattr(source.backend, "_connect_timeout_s", 0.3)  # not for who answers, which may take a while
+        monkeypatch.setattr(source.backend, "_connect_timeout_s", 0.3)  # not for live peers, which may take longer
         port = port_of(listener)
         theirs = EndpointAddress.unpack(unsealed(target.backend.metadata()).agent, agent=target.name, protocol="tcp")
         silent = msgspec.structs.replace(theirs, agent="silent", session=f"127.0.0.1:{port}")

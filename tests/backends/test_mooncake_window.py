@@ -1,4 +1,4 @@
-"""The window of writes to one peer, with an engine that does what the test says."""
+"""The window of writes to one peer, over a fake engine whose results the test sets."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ RUNNING, DONE, FAILED, EXPIRED = 0, 1, -1, -2
 
 
 class Engine:
-    """Transfers run until they are told their end; asking about one that is over would crash the real library."""
+    """Transfers run until the test ends them. Polling one that has ended fails; it would crash the real library."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int]] = []
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Bench:
-    """A connection on such an engine. Posts have addresses that tell them apart: the row's number after the post's."""
+    """A connection over such an engine. The addresses of a post encode its id and the row."""
 
     def __init__(self, max_running: int = 4, timeout_s: float = 60.0) -> None:
         self.engine = Engine()
@@ -70,7 +70,7 @@ class Bench:
             self.poll()
 
     def posts(self) -> list[int]:
-        """Whose row each started descriptor is."""
+        """Return the post id of each started descriptor."""
         return [src // 1000 for src, _, _ in self.engine.rows]
 
 
@@ -160,7 +160,7 @@ def test_a_failed_post_gives_its_credit_to_the_others() -> None:
 
 
 def test_a_timeout_lingers_after_everything_has_ended_here() -> None:
-    """Its bytes may lie in the buffers of a peer that hangs."""
+    """Its bytes may still lie in the buffers of a peer that hangs."""
     bench = Bench(timeout_s=0.0)
     bench.post(1, 2)
     bench.engine.end(1, state=FAILED)
@@ -202,7 +202,7 @@ def test_an_engine_that_takes_nothing_more(refuse_from: int) -> None:
 def test_whatever_ends_when_every_post_has_one_end(
     posts: list[int], window: int, steps: Sequence[tuple[int, int]]
 ) -> None:
-    """An id is asked about until it is over and never again: the engine of this test would raise."""
+    """The connection polls each transfer until it ends, and never again: the fake engine would raise."""
     bench = Bench(max_running=window)
     for post_id, num_descriptors in enumerate(posts):
         bench.post(post_id, num_descriptors)

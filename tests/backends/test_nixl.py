@@ -1,4 +1,4 @@
-"""What only NIXL can do: be missing, break, cost polls, and leave something behind."""
+"""Behaviour of NIXL alone: installation, failures, polling, and leaks."""
 
 import gc
 import importlib
@@ -36,16 +36,16 @@ pytestmark = pytest.mark.anyio
 
 MODULES = ("nixl_cu12", "nixl_cu12._api", "nixl_cu13", "nixl_cu13._api")
 STUCK = 5.0
-"""Seconds after which something hangs for certain."""
+"""Seconds after which a test counts as hung."""
 
 
 class NativeError(Exception):
-    """Stands for NIXL's own errors, which have no common base."""
+    """A fake of NIXL's own errors, which have no common base class."""
 
 
 @pytest.fixture
 def agent_class() -> Any:
-    """The library's agent, as kvflow imports it."""
+    """Return the agent class of NIXL that kvflow imports."""
     return importlib.import_module("nixl_cu12._api").nixl_agent
 
 
@@ -154,7 +154,7 @@ async def test_closing_gives_up_on_posts_that_do_not_end(monkeypatch: pytest.Mon
 
 
 async def test_a_running_post_is_never_released(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
-    """It would go on unseen; only destroying the agent stops it."""
+    """A released transfer would go on unseen; only destroying the agent stops it."""
     monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
     monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "PROC")
     released: list[object] = []
@@ -170,7 +170,7 @@ async def test_a_running_post_is_never_released(monkeypatch: pytest.MonkeyPatch,
 async def test_a_post_that_blocks_holds_up_only_its_own_thread(
     monkeypatch: pytest.MonkeyPatch, agent_class: Any
 ) -> None:
-    """As one does that copies everything inline."""
+    """A post blocks when NIXL copies everything inline."""
     transfer, may_go_on = agent_class.transfer, threading.Event()
 
     def block(*arguments: object) -> object:
@@ -180,7 +180,7 @@ async def test_a_post_that_blocks_holds_up_only_its_own_thread(
     monkeypatch.setattr(agent_class, "transfer", block)
     async with open_endpoints("nixl") as (source, target):
         source.post(1, target, copies(source, target))
-        for _ in range(3):  # the loop goes on, with this backend as with others
+        for _ in range(3):  # the loop goes on, as with other backends
             source.backend.watch(active=True)
             await anyio.lowlevel.checkpoint()
         may_go_on.set()
@@ -189,7 +189,7 @@ async def test_a_post_that_blocks_holds_up_only_its_own_thread(
 
 
 async def test_the_library_gets_no_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would spin on a whole core."""
+    """NIXL's progress thread would keep a whole core busy."""
     api, wishes = importlib.import_module("nixl_cu12._api"), list[bool]()
     config = api.nixl_agent_config
 
@@ -214,7 +214,7 @@ async def test_the_library_gets_no_thread_of_its_own(monkeypatch: pytest.MonkeyP
 async def test_a_post_that_fails(
     monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str, in_doubt: bool
 ) -> None:
-    """Before it starts it has ended, afterwards it is in doubt until the endpoint closes."""
+    """A post that fails to start has ended; one that fails later is in doubt until the endpoint closes."""
     async with open_endpoints("nixl") as (source, target):
         with monkeypatch.context() as patch:
             patch.setattr(agent_class, "transfer", lambda *_: "PROC")
@@ -269,7 +269,7 @@ async def test_an_agent_that_breaks_with_posts_in_flight_can_be_closed(
 async def test_a_clean_up_that_fails_does_not_stop_the_endpoint(
     monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str
 ) -> None:
-    """The post has its end all the same, and the endpoint can be closed."""
+    """The post still ends, and the endpoint can be closed."""
     async with open_endpoints("nixl") as (source, target):
         with monkeypatch.context() as patch:
             patch.setattr(agent_class, method, raising)
@@ -288,7 +288,7 @@ async def open_and_close() -> None:
 
 
 def held() -> tuple[set[str], int]:
-    """Threads of Python, and open files."""
+    """Return the names of Python threads, and the number of open files."""
     gc.collect()
     return {thread.name for thread in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))
 
@@ -299,7 +299,7 @@ async def test_nothing_is_left_after_close() -> None:
     threads, num_files = held()
     for _ in range(5):
         await open_and_close()
-    assert held()[0] <= threads  # some of an earlier test may end meanwhile
+    assert held()[0] <= threads  # threads of an earlier test may end meanwhile
     assert held()[1] <= num_files
 
 
@@ -312,7 +312,7 @@ async def test_closing_is_not_cut_short_by_cancellation() -> None:
             await source.backend.aclose()
         assert scope.cancelled_caught is False
         await target.close()
-        assert held()[0] <= threads  # some of an earlier test may end meanwhile
+        assert held()[0] <= threads  # threads of an earlier test may end meanwhile
         assert held()[1] <= num_files
 
 
@@ -322,7 +322,7 @@ async def connect_in_vain(source: Endpoint, target: Endpoint) -> None:
 
 
 async def test_what_has_ended_is_told_before_what_takes_long(monkeypatch: pytest.MonkeyPatch, agent_class: Any) -> None:
-    """A write that ends within its post has ended, whatever the thread does next."""
+    """A write that ends within its post is reported before the owner thread runs its next command."""
     begins, goes_on = threading.Event(), threading.Event()
     async with open_endpoints("nixl") as (source, target):
         source.post(1, target, copies(source, target))
@@ -335,7 +335,7 @@ async def test_what_has_ended_is_told_before_what_takes_long(monkeypatch: pytest
             source.post(2, target, copies(source, target))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(connect_in_vain, source, target)
-                await anyio.wait_all_tasks_blocked()  # the thread finds the next command right behind the post
+                await anyio.wait_all_tasks_blocked()  # the thread finds its next command right after the post
                 begins.set()
                 with anyio.move_on_after(STUCK):
                     await source.take_ends(2)
@@ -355,7 +355,7 @@ async def test_what_has_ended_is_told_before_a_breakdown(monkeypatch: pytest.Mon
     async with open_endpoints("nixl") as (source, target):
         backend: Any = source.backend
         backend._owner.submit(hold)
-        await anyio.to_thread.run_sync(is_held.wait)  # so that it asks for notices after the post, not before it
+        await anyio.to_thread.run_sync(is_held.wait)  # so that it fetches notices after the post, not before
         monkeypatch.setattr(agent_class, "transfer", lambda *_: "PROC")
         monkeypatch.setattr(agent_class, "check_xfer_state", lambda *_: "DONE")
         monkeypatch.setattr(agent_class, "get_new_notifs", raising)

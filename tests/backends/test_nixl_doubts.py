@@ -1,4 +1,4 @@
-"""When NIXL cannot tell whether a post has ended, and what proves that it has."""
+"""Posts whose end NIXL cannot report, and what proves that they have ended."""
 
 import threading
 from pathlib import Path
@@ -36,11 +36,11 @@ POSTS = 8
 
 
 class NativeError(Exception):
-    """An error of NIXL that leaves the endpoint as it was."""
+    """An error of NIXL that leaves the endpoint usable."""
 
 
 def failing(error: Exception, *, first: int) -> Any:
-    """Raise for the first calls, then say that everything is done."""
+    """Return a call that raises the first `first` times, then reports "DONE"."""
     calls = iter(range(first))
 
     def call(*_: object) -> str:
@@ -52,7 +52,7 @@ def failing(error: Exception, *, first: int) -> Any:
 
 
 def writes(source: Endpoint, target: Target, part: int) -> Descriptors:
-    """One of `POSTS` parts of the whole memory, in small pieces."""
+    """Return one of `POSTS` parts of the whole memory, in small pieces."""
     offsets = list(range(part * PIECE, NUM_BYTES, POSTS * PIECE))
     there = descriptors_of(source, offsets, PIECE)
     there[:, 0] = np.array(offsets, np.uint64) + np.uint64(target.address)
@@ -60,19 +60,19 @@ def writes(source: Endpoint, target: Target, part: int) -> Descriptors:
 
 
 def failed(source: Endpoint) -> list[PostEnded]:
-    """Posts that have ended with an error."""
+    """Return the posts that have ended with an error."""
     return [end for end in source.ends() if end.error is not None]
 
 
 async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
-    """Post everything, and kill the target when the first post has ended."""
+    """Post everything, and kill the target once the first post has ended."""
     await source.backend.connect(target.name, target.metadata)
     for part in range(POSTS):
         source.backend.post(part, target.name, writes(source, target, part), b"")
     await source.take_ends()
     target.process.kill()
     await source.take_ends(POSTS)
-    if not failed(source):  # it was quicker than the signal
+    if not failed(source):  # the write was faster than the signal
         source.backend.post(POSTS, target.name, writes(source, target, 0), b"")
         await source.take_ends(POSTS + 1)
 
@@ -148,7 +148,7 @@ async def test_a_later_post_over_the_same_endpoint_is_a_fence(monkeypatch: pytes
         with monkeypatch.context() as patch:
             patch.setattr(api.nixl_agent, "transfer", failing(NativeError(), first=2))
             source.post(1, target, copies(source, target))
-            await source.take_until(source.doubts)  # otherwise the next one may be joined with it
+            await source.take_until(source.doubts)  # otherwise the next post may be joined with it
             source.post(2, target, copies(source, target))
             await source.take_until(lambda: len(source.doubts()) == 2)
         assert not source.ends()
@@ -177,7 +177,7 @@ async def test_a_post_that_began_before_the_doubt_is_no_fence(monkeypatch: pytes
         monkeypatch.setattr(api.nixl_agent, "transfer", transfer)
         monkeypatch.setattr(api.nixl_agent, "check_xfer_state", check)
         source.post(1, target, copies(source, target))
-        await until(lambda: len(handles) == 1)  # otherwise the next one may be joined with it
+        await until(lambda: len(handles) == 1)  # otherwise the next post may be joined with it
         source.post(2, target, copies(source, target))
         await until(lambda: len(handles) == 2)
         may_end.set()
@@ -214,7 +214,7 @@ async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_h
             await source.take_until(source.doubts)
         await source.backend.disconnect(target.name)
         await source.backend.disconnect(other.name)
-        await until(lambda: other.name in removed)  # which comes after the first
+        await until(lambda: other.name in removed)  # which happens after the first
         assert removed == [other.name]
         assert not source.ends()
         await source.close()
@@ -224,7 +224,7 @@ async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_h
 async def test_a_peer_whose_endpoint_has_failed_gets_a_new_one_when_it_is_connected_again(
     monkeypatch: pytest.MonkeyPatch, api: Any
 ) -> None:
-    """It lives; only what was between the two has failed."""
+    """The peer lives; only its endpoint has failed."""
     async with open_endpoints("nixl") as (source, target):
         with monkeypatch.context() as patch:
             patch.setattr(api.nixl_agent, "transfer", failing(api.nixlBind.nixlRemoteDisconnectError(), first=1))
@@ -252,7 +252,7 @@ async def test_a_peer_is_not_connected_anew_while_the_library_is_broken(
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str) -> list[object]:
-    """The arguments with which agents are called from now on."""
+    """Record the arguments of all later calls of a method of the agent."""
     arguments: list[object] = []
     call = getattr(agent_class, method)
 
@@ -275,7 +275,7 @@ async def write_once(source: Endpoint, target: Endpoint, post_id: int) -> None:
 
 
 async def test_disconnecting_a_live_peer_leaves_no_open_file(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
-    """Removing it would leave the connection open on both sides until it closes; so the endpoint is used again."""
+    """Removing the peer would leave the connection open on both sides, so kvflow keeps the endpoint and reuses it."""
     async with open_endpoints("nixl") as (source, target):
         added = recorded(monkeypatch, api.nixl_agent, "add_remote_agent")
         await write_once(source, target, 0)
@@ -304,7 +304,7 @@ async def test_endpoints_to_disconnected_peers_are_bounded(monkeypatch: pytest.M
 
 
 async def test_memory_can_be_registered_while_the_endpoint_closes() -> None:
-    """The one that comes first wins, and the other does not hang or break."""
+    """Whichever comes first wins; the other neither hangs nor crashes."""
     memory = np.zeros(64, np.uint8)
     async with NixlBackend() as backend:
         await open_bare(backend)
@@ -322,7 +322,7 @@ def test_who_runs_it_says_whether_writes_end_with_their_process() -> None:
 async def test_a_peer_that_is_connected_again_while_a_post_to_it_is_stuck_gets_a_fresh_endpoint(
     monkeypatch: pytest.MonkeyPatch, api: Any
 ) -> None:
-    """TCP retransmits after a partition only when its pause is over; nobody waits for that with what is posted next."""
+    """After a partition TCP waits before it retransmits; later posts do not wait with it."""
     stuck: list[object] = []
     check = api.nixl_agent.check_xfer_state
 

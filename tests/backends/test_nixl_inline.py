@@ -1,4 +1,4 @@
-"""What the event loop does itself, because waking the owner thread would take longer."""
+"""Native calls that the event loop makes itself because waking the owner thread would take longer."""
 
 import functools
 import os
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.anyio
 NUM_BYTES = 4096
 
 IDLE = {"busy_interval_s": 1.0, "quiet_interval_s": 1.0, "idle_interval_s": 1.0}
-"""The owner thread seldom polls by itself."""
+"""Options with which the owner thread seldom polls."""
 
 
 @pytest.fixture
 def posting_threads(monkeypatch: pytest.MonkeyPatch, api: Any) -> list[str]:
-    """Names of the threads that make native posts from now on."""
+    """Record the names of the threads that make native posts from now on."""
     names: list[str] = []
     transfer = api.nixl_agent.transfer
 
@@ -45,7 +45,7 @@ async def test_the_event_loop_posts_short_writes_once_a_connection_is_used(
     posting_threads: list[str], limit: int, is_inline: bool
 ) -> None:
     async with open_endpoints("nixl", NUM_BYTES, options={"inline_bytes": limit}) as (source, target):
-        for post_id in range(20):  # now and then the owner thread is just polling, and has the agent
+        for post_id in range(20):  # sometimes the owner thread is polling, and holds the agent
             source.post(post_id, target, copies(source, target, (0,), NUM_BYTES), b"notice")
             await source.take_ends(post_id + 1)
             await target.take_notices(post_id + 1)
@@ -58,7 +58,7 @@ async def test_the_event_loop_posts_short_writes_once_a_connection_is_used(
 
 
 async def test_the_event_loop_posts_for_no_more_than_half_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A post that took from 10 to 15 s is followed by one at 19 s, which is too early, and by one at 20 s."""
+    """After a post that took from 10 to 15 s, one at 19 s is too early, and one at 20 s is not."""
     inline: list[int] = []
     async with open_endpoints("nixl", NUM_BYTES) as (source, target):
         owner: Any = source.backend._owner  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ async def test_the_event_loop_posts_for_no_more_than_half_of_its_time(monkeypatc
 
 
 async def test_the_event_loop_finds_notices_before_the_owner_thread_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each one for sure: UCX may take what has come from its sockets without handling it at once."""
+    """It finds some, not all: UCX may read its sockets without handling what it has read at once."""
     found: list[bool] = []
     poll = NixlBackend._poll
 
@@ -109,7 +109,7 @@ async def test_what_stays_readable_is_looked_at_now_and_then(
         epoll.register(mine, select.EPOLLIN)
 
         def look() -> bool:
-            looks.append(len(looks) < 2)  # there is something to find, and then there is not
+            looks.append(len(looks) < 2)  # the first poll finds something, the second does not
             return looks[-1]
 
         arrivals = Arrivals([epoll.fileno()], look)

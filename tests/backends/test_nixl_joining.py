@@ -1,4 +1,4 @@
-"""Posts that come to wait for the owner thread go as one native write, if they are small and for the same peer."""
+"""Small posts to the same peer that queue for the owner thread are joined into one native write."""
 
 import threading
 import weakref
@@ -21,22 +21,19 @@ from tests.backends.endpoints import Endpoint, copies, open_endpoints, same
 pytestmark = pytest.mark.anyio
 
 STUCK = 5.0
-"""Seconds after which something hangs for certain."""
+"""Seconds after which a test counts as hung."""
 
 SLOT = 512
 NUM_SLOTS = 40
 
 
 class NativeError(Exception):
-    """An error of NIXL that leaves the endpoint as it was."""
+    """An error of NIXL that leaves the endpoint usable."""
 
 
 @pytest.fixture
 def native_writes(monkeypatch: pytest.MonkeyPatch, api: Any) -> list[tuple[str, int]]:
-    """What each native write that is made from now on goes by, and how many descriptors or blocks it has.
-
-    That is the peer for descriptors, and "blocks" for blocks.
-    """
+    """Record each native write from now on: its peer, or "blocks" if it uses block lists, and its number of entries."""
     made: list[tuple[str, int]] = []
     make = api.nixl_agent.initialize_xfer
     make_prepped = api.nixl_agent.make_prepped_xfer
@@ -56,7 +53,7 @@ def native_writes(monkeypatch: pytest.MonkeyPatch, api: Any) -> list[tuple[str, 
 
 @contextmanager
 def held_up(source: Endpoint) -> Iterator[None]:
-    """Keep the owner thread busy: what is posted meanwhile waits."""
+    """Keep the owner thread busy, so that posts queue."""
     goes_on = threading.Event()
     backend: Any = source.backend
     backend._owner.submit(lambda: goes_on.wait(STUCK))
@@ -67,18 +64,18 @@ def held_up(source: Endpoint) -> Iterator[None]:
 
 
 def post_slots(source: Endpoint, target: Endpoint, slots: Sequence[int]) -> None:
-    """Post one write for each slot, with a notice that names it; the slot is its id."""
+    """Post one write for each slot, with a notice that names it; the slot is the post's id."""
     for slot in slots:
         source.post(slot, target, copies(source, target, (slot * SLOT,), SLOT), b"%d" % slot)
 
 
 def ended_well(source: Endpoint) -> list[int]:
-    """Posts that have ended well; native writes end in any order."""
+    """Return the posts that have succeeded; native writes end in any order."""
     return sorted(end.post_id for end in source.ends() if end.error is None)
 
 
 async def take_slots(source: Endpoint, target: Endpoint, count: int) -> list[int]:
-    """Take so many notices, which come in any order, and each of which must find its bytes there."""
+    """Take `count` notices, in any order, and check that the bytes of each have landed."""
     taken: list[int] = []
     while len(taken) < count:
         for event in await target.take():
@@ -128,7 +125,7 @@ def slots_as_blocks(source: Endpoint, target: Endpoint) -> BlockLists:
 
 
 def post_blocks(source: Endpoint, target: Endpoint, lists: BlockLists, slots: Sequence[int]) -> None:
-    """Like `post_slots`, by their positions."""
+    """Post like `post_slots`, but by block positions."""
     for slot in slots:
         position = np.array([slot], np.int32)
         source.post(slot, target, Blocks(lists, position, position, SLOT), b"%d" % slot)
@@ -276,7 +273,7 @@ async def test_closing_ends_joined_posts_that_do_not_end_by_themselves(
 async def test_the_agent_is_gone_before_what_it_stopped_is_told(
     monkeypatch: pytest.MonkeyPatch, api: Any, is_stuck: bool
 ) -> None:
-    """Only that stops a write for certain, so nothing that is left of a post or a peer may keep it."""
+    """Only destroying the agent stops a write for certain, so no leftover of a post or peer may keep it alive."""
     async with open_endpoints("nixl", NUM_SLOTS * SLOT, options={"close_timeout_s": 0.02}) as (source, target):
         if is_stuck:
             monkeypatch.setattr(api.nixl_agent, "transfer", lambda *_: "PROC")
@@ -332,7 +329,7 @@ async def test_a_peer_with_payloads_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("payload", [b"raw", b"\2\0\0\0ab\0\0\0\0", b"\xff" * 100_000], ids=["raw", "empty", "cut"])
 async def test_a_malformed_payload_is_handed_on_whole_and_loses_no_other(payload: bytes) -> None:
-    """Who reads notices refuses it and counts it."""
+    """The reader of notices refuses and counts it."""
     async with open_endpoints("nixl", NUM_SLOTS * SLOT) as (source, target):
         backend: Any = source.backend
         post_slots(source, target, [0])

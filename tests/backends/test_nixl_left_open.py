@@ -1,4 +1,4 @@
-"""Connections to peers that were removed and live: UCX keeps them, and they must not use up the descriptors."""
+"""Connections that UCX keeps to removed peers that live must not use up file descriptors."""
 
 import functools
 from collections.abc import AsyncIterator, Sequence
@@ -31,7 +31,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.anyio
 
 SLACK = 4
-"""Descriptors that other parts of the process may take meanwhile."""
+"""Descriptors that other parts of the process may open meanwhile."""
 
 NUM_BYTES = 4 * 2**20
 
@@ -41,13 +41,13 @@ def num_files() -> int:
 
 
 def to(source: Endpoint, agent: ForeignAgent, length: int = 4_096) -> Descriptors:
-    """One write to an agent in another process."""
+    """Return one write to an agent in another process."""
     src = descriptors_of(source, [0], length)
     return Descriptors(src, np.array([[agent.address, length, 0]], np.uint64))
 
 
 class Honest:
-    """Writes to a target in this process all the time, each checked."""
+    """Writes to a target in this process all the time, and checks each write."""
 
     def __init__(self, source: Endpoint, target: Endpoint) -> None:
         self.count = 0
@@ -66,7 +66,7 @@ class Honest:
 
 @asynccontextmanager
 async def writing() -> AsyncIterator[tuple[Endpoint, Honest]]:
-    """A source, which writes to a target of its own all the time."""
+    """Open a source that writes to a target of its own all the time."""
     async with open_endpoints("nixl", NUM_BYTES) as (source, target), anyio.create_task_group() as tasks:
         honest = Honest(source, target)
         tasks.start_soon(honest.write)
@@ -79,7 +79,7 @@ async def writing() -> AsyncIterator[tuple[Endpoint, Honest]]:
 
 
 async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_written_to: bool) -> None:
-    """Connect agents, one after another, and disconnect each."""
+    """Connect and disconnect agents, one after another."""
     for number, agent in enumerate(agents):
         await source.backend.connect(agent.name, agent.metadata)
         if is_written_to:
@@ -108,7 +108,7 @@ async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
 
 @pytest.mark.slow
 async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX tries again and again to reach them."""
+    """UCX keeps trying to reach them."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     names = [fresh_name() for _ in range(16)]
     async with writing() as (source, honest), foreign_agents(names, is_silent=True) as agents:
@@ -137,7 +137,7 @@ async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
 
 
 async def test_a_blob_with_another_name_does_not_reach_the_library(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
-    """A cut one would make the name unusable for whoever has it."""
+    """A truncated blob would make the name unusable for its owner."""
     added: list[bytes] = []
     add = api.nixl_agent.add_remote_agent
 
@@ -157,7 +157,7 @@ async def test_a_blob_with_another_name_does_not_reach_the_library(monkeypatch: 
 
 @pytest.mark.parametrize("end", ["", "#2", "#4"])
 async def test_a_peer_with_the_name_of_an_own_agent_is_not_taken_for_it(end: str) -> None:
-    """With the layout of this endpoint it would be written into the own memory, once agent #2 has been started."""
+    """Otherwise kvflow would write to its own memory with this endpoint's layout once agent #2 has been started."""
     async with open_backend(NixlBackend()) as source:
         name = f"{source.name}{end}"
         async with foreign_agents([name]) as (agent,):
@@ -197,7 +197,7 @@ async def test_a_peer_that_was_removed_is_reached_again(monkeypatch: pytest.Monk
 async def test_connections_to_the_address_of_a_live_peer_are_left_alone_until_it_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody says that it has agents at the address of another one."""
+    """A peer can claim the address of another one for its agents."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     shut_down: list[object] = []
     monkeypatch.setattr(outgoing, "_shut_down", functools.partial(record_and_call, shut_down, outgoing._shut_down))
@@ -223,7 +223,7 @@ def record_and_call(calls: list[object], call: Any, argument: object) -> None:
 
 
 async def test_a_peer_that_writes_here_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes over the one that was opened from here, as it was there first."""
+    """It writes over the connection that this endpoint opened, which existed first."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     async with open_backend(NixlBackend(), seed=1) as one, open_backend(NixlBackend(), seed=2) as other:
         await one.connect(other)

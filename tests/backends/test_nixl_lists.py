@@ -1,4 +1,4 @@
-"""Lists that NIXL has prepared for a peer: each is of the right memory, and each is given up."""
+"""Lists that NIXL has prepared for a peer: each describes the right memory, and each is released."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ NUM_SLOTS = 12
 
 
 class Lists:
-    """Lists that are prepared and not given up: peer and kind of memory, by handle."""
+    """Records lists that are prepared and not yet released: peer and kind of memory, by handle."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
         self.held: dict[int, tuple[str, str]] = {}
@@ -48,7 +48,7 @@ def of_slots(source: Endpoint, target: Endpoint) -> BlockLists:
 
 
 async def write(source: Endpoint, target: Endpoint, slot: int) -> None:
-    """Move a slot by lists of its own."""
+    """Write a slot with block lists of its own."""
     position = np.array([slot], np.int32)
     source.post(slot, target, Blocks(of_slots(source, target), position, position, SLOT))
     await source.take_ends(slot + 1)
@@ -56,7 +56,7 @@ async def write(source: Endpoint, target: Endpoint, slot: int) -> None:
 
 @pytest.mark.parametrize("mark", [None, "has_erred", "has_failed"], ids=["kept", "removed", "replaced"])
 async def test_no_more_than_the_last_lists_of_a_peer_are_held(lists: Lists, mark: str | None) -> None:
-    """Whatever becomes of its endpoint when the peer goes and comes back."""
+    """Whether the peer's endpoint is kept, removed or replaced when the peer reconnects."""
     async with open_endpoints("nixl", NUM_SLOTS * SLOT) as (source, target):
         backend: Any = source.backend
         both = sorted([("NIXL_INIT_AGENT", "DRAM"), (target.name, "DRAM")])
@@ -76,7 +76,7 @@ async def test_no_more_than_the_last_lists_of_a_peer_are_held(lists: Lists, mark
 
 
 async def test_lists_that_are_refused_end_the_post_and_no_later_one(lists: Lists) -> None:
-    """A peer says of which kind its memory is, and may say it wrongly."""
+    """A peer may declare the wrong kind of memory."""
     async with open_endpoints("nixl", NUM_SLOTS * SLOT) as (source, target):
         backend: Any = source.backend
         peer = backend._peers[target.name]

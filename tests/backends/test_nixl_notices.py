@@ -52,7 +52,7 @@ def test_malformed_payloads_are_refused(payload: bytes) -> None:
 
 
 def test_no_more_notices_are_read_than_are_ever_joined() -> None:
-    """A payload of many short ones would take many times its size."""
+    """A payload of many short notices would take many times its size in memory."""
     notices = [b"n"] * MAX_NOTICES
     assert unpack_notices(pack_notices(notices)) == notices
     with pytest.raises(RemoteProtocolError):

@@ -1,4 +1,4 @@
-"""Which connections of a library's epoll instance are whose, and what is shut down of them."""
+"""Ownership of the connections in a library's epoll instance, and which of them are shut down."""
 
 import os
 import select
@@ -16,7 +16,7 @@ NEVER = b"", 0
 
 
 class Library:
-    """Stands for UCX: watches descriptors in an epoll instance."""
+    """A fake of UCX: watches descriptors in an epoll instance."""
 
     def __init__(self, stack: ExitStack, family: socket.AddressFamily = socket.AF_INET) -> None:
         self.stack = stack
@@ -35,7 +35,7 @@ class Library:
         return found
 
     def watch(self, found: socket.socket) -> int:
-        """Watch a socket; give its inode."""
+        """Watch a socket, and return its inode."""
         self.epoll.register(found.fileno())
         return os.fstat(found.fileno()).st_ino
 
@@ -58,12 +58,12 @@ def is_shut_down(found: socket.socket) -> bool:
         return found.recv(1) == b""
     except BlockingIOError:
         return False
-    except ConnectionResetError:  # it was only being opened
+    except ConnectionResetError:  # the connection was not established yet
         return True
 
 
 def test_only_what_the_library_has_opened_is_seen(library: Library) -> None:
-    """Not what others have opened to it, nor what others watch."""
+    """Connections that peers have opened and descriptors that others watch do not count."""
     outgoing = library.connect(library.other)
     library.connect(library.own)
     accepted = library.stack.enter_context(library.own.accept()[0])
@@ -83,7 +83,7 @@ def test_only_what_the_library_has_opened_is_seen(library: Library) -> None:
 
 
 def test_a_connection_that_is_only_being_opened_is_seen(library: Library) -> None:
-    """Its listener has no place for it."""
+    """The listener's backlog is full."""
     for _ in range(8):
         outgoing = library.connect(library.other)
     with pytest.raises(OSError, match="not connected"):
@@ -93,7 +93,7 @@ def test_a_connection_that_is_only_being_opened_is_seen(library: Library) -> Non
 
 
 def test_a_descriptor_that_is_another_ones_by_now_is_not_touched(library: Library) -> None:
-    """The library's is closed, and its number given to somebody else; a duplicate keeps it in the instance."""
+    """The library has closed it and the number was reused; a duplicate keeps it in the epoll instance."""
     outgoing, innocent = library.connect(library.other), library.connect(library.own)
     inode = library.watch(outgoing)
     assert inode in library.sockets.now()
@@ -121,7 +121,7 @@ def test_what_is_left_is_shut_down_until_it_stays_closed(library: Library) -> No
     left_open.look(10.0, {})
     assert is_shut_down(outgoing)
     outgoing.close()
-    again = library.connect(library.other)  # as UCX does while nobody has answered
+    again = library.connect(library.other)  # as UCX does while nothing answers
     library.watch(again)
     assert not left_open.is_due(10.0)
     left_open.look(10.0 + RETRY_S, {})

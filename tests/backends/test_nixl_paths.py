@@ -1,4 +1,4 @@
-"""Whether all that NIXL writes ends with its process, or can be seen."""
+"""Whether every path that NIXL may write over ends with its process, or can be observed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvflow.backends.nixl.paths import can_be_seen, may_use_rdma
 
 @pytest.fixture
 def devices(tmp_path: Path) -> Path:
-    """A host with a device for RDMA."""
+    """Create the files of a host with an RDMA device."""
     (tmp_path / "mlx5_0").mkdir()
     return tmp_path
 

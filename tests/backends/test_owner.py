@@ -26,7 +26,7 @@ IDLE_S = 3600.0
 
 
 class Agent:
-    """Counts its polls, and says what it is told to say."""
+    """Counts its polls, and reports what the test sets."""
 
     def __init__(self, log: list[str] | None = None) -> None:
         self.log = [] if log is None else log
@@ -49,7 +49,7 @@ class Agent:
 
 
 class Owner(OwnerThread):
-    """An owner thread that keeps its crashes."""
+    """An owner thread that records its crashes."""
 
     def __init__(self, idle_interval_s: float = IDLE_S) -> None:
         self.crashes: list[Exception] = []
@@ -59,7 +59,7 @@ class Owner(OwnerThread):
         await self.call(functools.partial(self.adopt, agent))
 
     async def rounds(self, count: int = 3) -> None:
-        """Wait until the thread has had so many rounds."""
+        """Wait until the thread has run `count` commands."""
         for _ in range(count):
             await self.call(lambda: None)
 
@@ -78,7 +78,7 @@ def threads() -> list[str]:
 
 
 class Gate:
-    """Holds the owner thread until it is opened."""
+    """Blocks the owner thread until it is opened."""
 
     def __init__(self, owner: OwnerThread) -> None:
         self._opened = threading.Event()
@@ -267,7 +267,7 @@ async def test_polling_at_once_says_whether_anything_was_found() -> None:
 
 
 async def test_an_interrupted_short_call_does_not_keep_the_thread_out() -> None:
-    """A signal handler raises where the lock was taken, but not yet given back."""
+    """A signal handler may raise after the lock was taken and before it is released."""
     async with owner_thread() as owner:
         await owner.poll_agent(Agent())
         owner._in_use.acquire()
@@ -281,7 +281,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[float | None]:
-    """How long each look for a command was ready to wait, for owners made from now on, which have this clock."""
+    """Record the timeout of each wait for a command by owner threads created from now on, which use this clock."""
     return record_waits(monkeypatch, clock)
 
 
@@ -320,7 +320,7 @@ async def test_the_longer_nothing_happens_the_longer_are_the_pauses(waits: list[
 
 
 class SlowAgent(Agent):
-    """Something happens once in a while; notes how long the owner waits right after that."""
+    """Has an event every `gap_s`, and records how long the owner waits right after each."""
 
     def __init__(self, waits: list[float | None], clock: Clock, gap_s: float) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ async def test_what_comes_once_in_a_while_is_not_looked_for_right_after_it_came(
 
 
 def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
-    """A call is left behind by `asyncio.run`; the thread finishes it and serves another loop."""
+    """`asyncio.run` leaves a call behind; the thread finishes it and serves another loop."""
     made: concurrent.futures.Future[Owner] = concurrent.futures.Future()
     opened = threading.Event()
 
@@ -378,7 +378,7 @@ def test_a_loop_that_has_ended_does_not_matter_to_the_thread() -> None:
 
 
 async def test_what_a_fork_leaves_to_its_parent_is_not_used_and_never_destroyed() -> None:
-    """As it is in the child, where the thread does not run any more."""
+    """This is the state in the child, where the thread does not exist."""
     agent, owner = Agent(), Owner()
     await owner.poll_agent(agent)
     await owner.stop()

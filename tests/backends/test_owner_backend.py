@@ -1,4 +1,4 @@
-"""The base of transports with an owner thread, with an agent that does what a test wants."""
+"""The base class of transports with an owner thread, over a fake agent."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Agent:
-    """Ends each post when it is closed; notes what is done with it, and fails where it is told to."""
+    """Ends all posts when it is closed, records its calls, and fails where the test wants."""
 
     def __init__(self, delivery: Delivery, log: list[str], failing: str) -> None:
         self.delivery = delivery
@@ -97,7 +97,7 @@ def threads() -> set[str]:
 
 @asynccontextmanager
 async def opened(backend: FakeBackend) -> AsyncIterator[Endpoint]:
-    """An endpoint that is connected to itself, unless that fails."""
+    """Open an endpoint; on exit, check that it kept the contract and left no thread."""
     endpoint = Endpoint(fresh_name(), backend, HostBuffer(4096))
     await endpoint.open()
     yield endpoint

@@ -1,4 +1,4 @@
-"""Transports of other distributions, found by name."""
+"""Transports of other distributions, found by entry point."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ class PigeonBackend(MemoryBackend):
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Builds and installs a distribution whose one module has the distribution's name."""
+    """Return a function that builds and installs a distribution with one module of the same name."""
 
     def install_and_find(distribution: str, source: str, **entry_points: str) -> None:
         site = tmp_path / f"{distribution}-site"
@@ -66,7 +66,7 @@ def test_an_unknown_name_lists_plugins_among_the_known_ones(add: Install) -> Non
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_a_plugin_that_claims_a_built_in_name_is_refused(add: Install, name: str) -> None:
-    """It is not even imported, and other names go on working."""
+    """It is not even imported, and other names still work."""
     others = [other for other in BUILT_IN if other != name]
     add("cuckoo", "raise SystemExit('imported')", **{name: "cuckoo:Cuckoo"})
     with pytest.raises(ConfigError, match="built-in") as caught:
@@ -86,7 +86,7 @@ def test_two_distributions_with_one_name_are_both_named(add: Install) -> None:
 
 
 def test_a_distribution_that_is_on_the_path_twice_counts_once(add: Install) -> None:
-    """An editable install next to an ordinary one, say; the first on the path wins."""
+    """For example an editable install next to an ordinary one; the first on the path wins."""
     add("pigeon_post", "raise SystemExit('the second')", pigeon="pigeon_post:PigeonBackend")
     first = Path(sys.path[0])
     first.rename(first.with_name("second-site"))
@@ -143,7 +143,7 @@ PigeonBackend = type("PigeonBackend", (Backend,), {"name": "pigeon", **METHODS})
 
 
 def test_a_plugin_that_calls_itself_something_else_is_refused(add: Install) -> None:
-    """Peers compare what a backend calls itself, not what the settings say."""
+    """Peers compare the name that a backend reports, not the one in the settings."""
     add("pigeon_post", PIGEON, dove="pigeon_post:PigeonBackend")
     with pytest.raises(BackendUnavailable, match="a different name") as caught:
         create_backend("dove", {})

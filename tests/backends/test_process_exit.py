@@ -1,4 +1,4 @@
-"""However a process ends that has used a transport: its exit code is its own, and nothing is printed."""
+"""A process that has used a transport exits with its own code, and prints nothing."""
 
 import os
 import signal
@@ -103,10 +103,10 @@ WAYS = {
     "closed after the peer has died": (AFTER_DEATH, CLOSED, 0),
     "left open after the peer has died": (f"{AFTER_DEATH}; await endpoint.take_ends(16)", LEFT_OPEN, 0),
 }
-"""What it does at last, how it is run, and its exit code."""
+"""Last statement, way to run it, and exit code."""
 
 QUICK = {"left open while writes run", "interrupted", "closed after the peer has died"}
-"""The ways that are tried without the slow tests."""
+"""Ways that run without `slow`."""
 
 
 @pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""What kvflow's own transports refuse beyond what the contract asks: metadata in their common form that lies."""
+"""What kvflow's own transports refuse beyond the contract: well-formed metadata with false content."""
 
 import zlib
 from collections.abc import Callable
@@ -42,7 +42,7 @@ async def test_a_peer_that_is_not_connected_is_named(backend: str) -> None:
 
 
 def with_fields(**fields: object) -> Callable[[bytes], bytes]:
-    """Metadata that is well formed except for what it says."""
+    """Return a function that changes fields of well-formed metadata."""
 
     def change(blob: bytes) -> bytes:
         return msgspec.structs.replace(unsealed(blob), **fields).pack()
@@ -71,11 +71,11 @@ LIES: Final[dict[str, Callable[[bytes], bytes]]] = {
     "agent is garbage": with_fields(agent=b"\x93\0\xff" * 50),
     "no memory": without_memory,
 }
-"""What is made of good metadata."""
+"""Changes to good metadata."""
 
 
 async def test_metadata_that_lies_under_a_good_checksum(backend: str) -> None:
-    """The peer is not connected by it, and can be connected with the right one."""
+    """The peer stays unconnected, and can be connected with correct metadata."""
     accepted: list[str] = []
     async with open_endpoints(backend, SIZE) as (source, target):
         await source.backend.disconnect(target.name)

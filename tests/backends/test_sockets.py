@@ -1,4 +1,4 @@
-"""When a process can be sure that nothing is on its way any more from another one that has ended."""
+"""Proofs that nothing from an ended process is in flight any more."""
 
 import socket
 import subprocess
@@ -24,7 +24,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.anyio
 
 NUM_BYTES = 300_000
-"""More than the reader's buffer is made to take, so that the rest waits at the far end."""
+"""More than the reader's buffer holds, so that the rest waits at the sender."""
 
 SENDER = """
 import socket, sys
@@ -75,7 +75,7 @@ def sending(listener: socket.socket, num_bytes: int = NUM_BYTES) -> Iterator[Sen
 
 @contextmanager
 def accept_one(listener: socket.socket) -> Iterator[socket.socket]:
-    """The connection of a process that has sent 1,000 bytes and lives."""
+    """Accept the connection of a process that has sent 1,000 bytes and lives."""
     with sending(listener, 1_000) as sender, listener.accept()[0] as connection:
         assert sender.num_bytes == 1_000
         yield connection
@@ -120,7 +120,7 @@ async def test_a_connection_that_nobody_has_accepted_yet_counts() -> None:
 
 
 async def test_a_connection_that_was_reset_counts_while_there_is_something_to_read() -> None:
-    """The kernel lists it no more. The ended process had not read everything, so it is a reset and no end of file."""
+    """The kernel lists it no more. The dead process had unread data, so the connection was reset."""
     with listening() as listener, sending(listener, 1_000) as sender, listener.accept()[0] as connection:
         connection.send(b"never read")
         sender.kill()
@@ -131,14 +131,14 @@ async def test_a_connection_that_was_reset_counts_while_there_is_something_to_re
 
 
 async def test_live_connections_are_dry_between_two_writes() -> None:
-    """Once is enough: it was after the death of whoever has died."""
+    """Being dry once is enough: the check started after the peer's death."""
     with ExitStack() as stack:
         listener = stack.enter_context(listening())
         first, second = [stack.enter_context(accept_one(listener)) for _ in range(2)]
         connections = Connections()
         read(first, 1_000)
         assert not connections.are_dry()
-        stack.enter_context(accept_one(listener))  # which is never read
+        stack.enter_context(accept_one(listener))  # never read
         read(second, 1_000)
         await until(connections.are_dry)
         assert not Connections().are_dry()
@@ -149,9 +149,9 @@ async def test_live_connections_are_dry_between_two_writes() -> None:
     [
         ("01", 0, 0, False),
         ("01", 0, 1, True),
-        ("01", 0, None, True),  # it is on another host
+        ("01", 0, None, True),  # on another host
         ("01", 1, 0, True),
-        ("08", 0, 1, False),  # the end of the stream has come
+        ("08", 0, 1, False),  # end of stream
         ("08", 0, None, False),
         ("08", 1, None, True),
         ("06", 0, None, False),
@@ -172,7 +172,7 @@ async def test_an_end_of_file_alone_brings_nothing(num_unread: int, is_wet: bool
 
 
 async def test_of_a_domain_connections_that_nobody_closes_do_not_count_once_the_other_side_has() -> None:
-    """As those that an HTTP client keeps."""
+    """An HTTP client, for example, keeps such connections in its pool."""
     with listening() as listener:
         sender = Sender(listener, 1_000)
         with listener.accept()[0] as connection:
@@ -185,7 +185,7 @@ async def test_of_a_domain_connections_that_nobody_closes_do_not_count_once_the_
 
 
 async def test_of_a_domain_connections_count_whoever_has_made_them_but_not_those_with_other_hosts() -> None:
-    """A library may write over a connection that the other side has accepted."""
+    """A library may write over a connection that its peer has opened."""
     with listening() as listener, sending(listener, 1_000), listener.accept()[0] as connection:
         read(connection, 1_000)
         with socket.create_connection(listener.getsockname()) as outgoing, listener.accept()[0] as accepted:
@@ -226,7 +226,7 @@ async def test_a_transport_that_can_see_it_says_so_when_nothing_lands_any_more()
 
 
 class Looks:
-    """Stands for the connections: all that were looked at before a time are dry after it."""
+    """A fake of `Connections`: the first `num_dry` instances are dry."""
 
     made: ClassVar[list["Looks"]] = []
     num_dry = 0
@@ -239,7 +239,7 @@ class Looks:
 
 
 async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose peers never close their connections does not look more often with each of them that dies."""
+    """Otherwise a rank whose peers keep their connections open would check once for each peer that dies."""
     monkeypatch.setattr(socket_drain, "Connections", Looks)
     monkeypatch.setattr(Looks, "made", [])
     dry, answers = SocketDrainCheck(), list[int]()

@@ -1,4 +1,4 @@
-"""Transports in a process that can start no more threads, and in one that was forked."""
+"""Transports in a process that can start no more threads, and in a forked one."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 POLLS = PollIntervals(1e-4, 1e-4, None)
 
 STARTERS = ("_start_new_thread", "_start_joinable_thread")
-"""How `threading` starts threads, in one version of Python or another."""
+"""Functions by which `threading` starts threads, in different versions of Python."""
 
 
 class Shortage:
@@ -71,8 +71,8 @@ def test_an_owner_thread_that_cannot_start_leaves_nothing_behind(shortage: Short
     assert start(on_crash) == {"thread": "late"}
     del on_crash
     gc.collect()
-    assert held() is None  # nothing runs at exit for a thread that there is not
-    assert set(threading.enumerate()) <= threads  # some of an earlier test may end meanwhile
+    assert held() is None  # no exit handler is left for a thread that never started
+    assert set(threading.enumerate()) <= threads  # threads of an earlier test may end meanwhile
 
 
 @pytest.mark.anyio
@@ -88,7 +88,7 @@ async def test_a_transport_without_a_thread_is_not_available(name: str, shortage
 
 
 def test_a_worker_thread_that_cannot_start_is_a_typed_error(shortage: Shortage) -> None:
-    """On an event loop of its own, which has no idle workers."""
+    """Uses a fresh event loop, which has no idle worker threads."""
     called: list[int] = []
 
     async def run() -> None:
@@ -105,7 +105,7 @@ def test_a_worker_thread_that_cannot_start_is_a_typed_error(shortage: Shortage) 
 @pytest.mark.anyio
 async def test_an_error_of_what_runs_in_a_worker_thread_stays_what_it_is() -> None:
     def fail() -> None:
-        raise RuntimeError("can't start new thread")  # of its own
+        raise RuntimeError("can't start new thread")  # raised by the caller's own code
 
     with pytest.raises(RuntimeError, match="can't start new thread"):
         await run_in_thread(fail)
@@ -215,7 +215,7 @@ if not {in_loop}:
 @pytest.mark.parametrize("in_loop", [True, False], ids=["child leaves at once", "child is torn down"])
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
 async def test_a_forked_child_leaves_the_endpoint_to_its_parent(name: str, in_loop: bool) -> None:
-    """It cannot use it, and does not disturb it; its own end is its own."""
+    """The child cannot use the endpoint, does not disturb it, and exits normally."""
     program = FORK.format(name=name, in_loop=in_loop)
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_", "MC_"))}

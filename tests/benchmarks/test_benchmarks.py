@@ -1,4 +1,4 @@
-"""Every benchmark with next to nothing to measure."""
+"""Every benchmark runs, with a minimal load."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from benchmarks.hetero import CASES
 from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
 from tests.support.distributions import build_wheel, unpack
 
-pytestmark = pytest.mark.timeout(180)  # some start processes, which takes long where all cores are busy
+pytestmark = pytest.mark.timeout(180)  # some start processes, which is slow when all cores are busy
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -32,7 +32,7 @@ class PigeonBackend(MemoryBackend):
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a benchmark, and give what it has printed; it says nothing else."""
+    """Return a function that runs a benchmark and returns its output, and fails if it prints anything else."""
 
     def run(*words: str) -> list[dict[str, Any]]:
         assert main([*words, "--json"]) == 0
@@ -97,7 +97,7 @@ def test_memory_of_what_waits(case: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert memory.main() == 0
     here, there = json.loads(capsys.readouterr().out)
     assert here >= 0
-    assert there >= 0 or case == "granted"  # what zmq held for the grants may be free again
+    assert there >= 0 or case == "granted"  # memory that zmq held for the grants may be free again
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:

@@ -1,1 +1,1 @@
-"""Adapters of engines."""
+"""Tests of the engine adapters."""

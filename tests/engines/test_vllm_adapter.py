@@ -1,4 +1,4 @@
-"""The two sides of the vLLM connector, driven step by step as vLLM drives them, over NIXL; without vLLM."""
+"""Both sides of the vLLM connector over NIXL, driven step by step as vLLM drives them, without vLLM."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ def describe(tensors: Sequence[Any], *groups: Any, backend: str = "CPU_ATTN") ->
 
 
 class Pool:
-    """vLLM's pool of blocks, as far as the connector knows it: how many hold each one."""
+    """The part of vLLM's block pool that the connector uses: how many references each block has."""
 
     def __init__(self) -> None:
         self.blocks = list(range(BLOCKS))
@@ -71,7 +71,7 @@ class Pool:
 
 
 def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted: Sequence[str] = ()) -> Any:
-    """Make what vLLM's scheduler says of a step; see `Server.step`."""
+    """Make vLLM's `SchedulerOutput` for one step; see `Server.step`."""
     return SimpleNamespace(
         preempted_req_ids=set(preempted),
         scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
@@ -83,13 +83,13 @@ def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted:
 
 
 class Server:
-    """A scheduler and a worker, and the step of vLLM between them.
+    """A scheduler and a worker, with vLLM's step around them.
 
     Attributes:
-        cells: The caches.
+        cells: The KV caches.
         ended: Transfers that have ended.
-        told: Ids that vLLM was told.
-        awaited: Ids that vLLM waits to be told.
+        told: Ids that the worker has reported to vLLM.
+        awaited: Ids whose end vLLM waits for.
     """
 
     def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
@@ -117,13 +117,13 @@ class Server:
         finished: Sequence[str] = (),
         preempted: Sequence[str] = (),
     ) -> None:
-        """Take a step of vLLM.
+        """Run one step of vLLM.
 
         Args:
-            computed: For each request, the tokens that were there, how many are computed, and its blocks, of each group
-                if there are several.
-            finished: Requests that are over.
-            preempted: Requests whose blocks were taken.
+            computed: For each request, its tokens computed before, those computed in this step, and its blocks (one
+                list per group if there are several groups).
+            finished: Requests that have finished.
+            preempted: Requests that were preempted.
         """
         computed = {it: (*has[:2], self._tables(has[2])) for it, has in (computed or {}).items()}
         orders: StepOrders = self.scheduler.step(scheduled(computed, preempted))
@@ -155,7 +155,7 @@ class Server:
             self.scheduler.take_report(report)
 
     def until(self, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Take empty steps until something is so."""
+        """Run empty steps until a condition holds."""
         until = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < until, "it never happened"
@@ -163,7 +163,7 @@ class Server:
             time.sleep(0.001)  # as vLLM does
 
     def tokens(self, blocks: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> list[int]:
-        """Return what is in blocks, token by token, if every one of the layers and head has the same."""
+        """Return the content of blocks, token by token; it must be the same in all `layers` and heads."""
         cells = self.cells[list(layers)][:, list(blocks)].swapaxes(2, 3).reshape(len(layers), -1, HEADS * CONTENT)
         assert all(len(set(cells[:, token].ravel())) == 1 for token in range(cells.shape[1]))
         return [int(value) for value in cells[0, :, 0]]
@@ -191,7 +191,7 @@ def asked(request_id: str, params: Mapping[str, Any], num_tokens: int = PROMPT) 
 
 
 def prefill(server: Server, *cuts: int, **params_of_router: str) -> tuple[Any, dict[str, Any]]:
-    """Compute a request in chunks, and give the reply."""
+    """Compute a request in chunks, and return the reply."""
     request = asked("p", {"do_remote_decode": True, **params_of_router})
     server.scheduler.add(request)
     for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
@@ -236,7 +236,7 @@ def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[S
     source, target = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
-    source.step({"p": (0, PROMPT, PREFILL)})  # which computes, and so does not wait
+    source.step({"p": (0, PROMPT, PREFILL)})  # this step computes, and so does not wait
     _, params = source.scheduler.finished(request, is_complete=True)
     taken_over = asked("d", params or {})
     target.scheduler.add(taken_over)
@@ -246,7 +246,7 @@ def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[S
     assert not target.told.failed
     source.step(finished=["p"])
     assert source.told.sent == {"p"}
-    for server in pair:  # nothing moves, so there is nothing to wait for
+    for server in pair:  # nothing is in flight, so these return at once
         server.step()
 
 
@@ -256,7 +256,7 @@ def test_preempted_request_is_sent_from_its_new_blocks(pair: tuple[Server, Serve
     source.scheduler.add(request)
     source.step({"p": (0, 6, PREFILL)})
     source.step(preempted=["p"])
-    source.cells[:, PREFILL] = 255  # another request's
+    source.cells[:, PREFILL] = 255  # the blocks belong to another request now
     source.step({"p": (0, PROMPT, [1, 2, 4])})
     _, params = source.scheduler.finished(request, is_complete=True)
     assert params is not None
@@ -268,7 +268,7 @@ def test_preempted_request_is_sent_from_its_new_blocks(pair: tuple[Server, Serve
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_decode_leaves(pair: tuple[Server, Server], has_blocks: bool) -> None:
-    """Prefill has its blocks back at once."""
+    """Prefill gets its blocks back at once."""
     source, target = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
@@ -306,7 +306,7 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
 
 
 def reply_of(server: Server) -> Mapping[str, Any]:
-    """What the reply to request `p` will be."""
+    """Return what the reply to request `p` will be."""
     assert server.ranks.ticket is not None
     return reply(server.ranks.ticket, "p", request_id="p", num_tokens=PROMPT, prompt=digest_of(asked("p", {})))
 
@@ -326,7 +326,7 @@ def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server
 @pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "window"]], ids=" and ".join)
 def test_every_request_that_vllm_waits_for_is_told(kinds: list[str], *, is_complete: bool) -> None:
-    """Also one that ends before blocks of it were offered, of which only the last chunk has some."""
+    """This includes a request that ends before any of its blocks were offered, when only its last chunk has some."""
     made = {
         "window": group("SlidingWindowSpec", sliding_window=5),
         "state": SimpleNamespace(kv_cache_spec=mamba().kv_cache_spec, layer_names=["layer0", "layer1", "layer2"]),
@@ -354,7 +354,7 @@ def test_prefill_of_a_window_ends_between_chunks() -> None:
 
 
 def test_preempted_when_all_of_it_was_sent(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM computes it again, and is told of its end although nothing of it is sent again."""
+    """The request is recomputed; vLLM must receive its end although nothing is sent again."""
     source, target = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
@@ -365,7 +365,7 @@ def test_preempted_when_all_of_it_was_sent(pair: tuple[Server, Server], monkeypa
 
     def quiesced(sender: BlockingSender) -> None:
         quiesce(sender)
-        assert sender.wait(20.0) is Outcome.SUCCESS  # the event loop is quicker than vLLM
+        assert sender.wait(20.0) is Outcome.SUCCESS  # the event loop finishes before vLLM's next step
 
     monkeypatch.setattr(BlockingSender, "quiesce", quiesced)
     source.step(preempted=["p"])
@@ -379,7 +379,7 @@ def test_preempted_when_all_of_it_was_sent(pair: tuple[Server, Server], monkeypa
 def test_preempted_and_read_for_too_long_and_aborted(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM has forgotten it, and would end if it was told of it."""
+    """The scheduler of vLLM has forgotten the request, and would crash if its end were reported."""
     source, _ = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
@@ -422,7 +422,7 @@ def test_prefill_is_gone_before_decode_has_blocks(pair: tuple[Server, Server]) -
 def test_blocks_are_held_until_nothing_can_be_written_to_them(
     pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler hears of the end at once, and has a reference of ours to them."""
+    """The scheduler sees the end at once, while the connector keeps a reference to the blocks."""
     source, target = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
@@ -434,7 +434,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.step(finished=["d"])
     target.until(lambda: "d" in target.told.received)
     assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
-    assert target.scheduler.awaits_proof  # so vLLM takes steps, although it has no request
+    assert target.scheduler.awaits_proof  # keeps vLLM stepping although it has no request
     monkeypatch.undo()
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
@@ -446,7 +446,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
 
 
 def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
-    """Nothing is wanted of prefill, which hears of that."""
+    """Decode asks for no tokens, and tells prefill so."""
     source, target = pair
     _, params = prefill(source)
     request = asked("d", params)
@@ -477,7 +477,7 @@ def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> 
     ids=["long", "no text", "no string", "long id of vLLM"],
 )
 def test_ids_of_any_kind_are_handed_over(pair: tuple[Server, Server], request_id: str, params: dict[str, Any]) -> None:
-    """They come from clients. An error in vLLM's scheduler would end the server."""
+    """Clients choose these ids. An error in vLLM's scheduler would end the server."""
     source, target = pair
     request = asked(request_id, {"do_remote_decode": True, **params})
     source.scheduler.add(request)
@@ -492,7 +492,7 @@ def test_ids_of_any_kind_are_handed_over(pair: tuple[Server, Server], request_id
 
 
 def test_requests_of_one_ticket_wait_for_the_first(pair: tuple[Server, Server]) -> None:
-    """As with `n` of 2: vLLM asks again in its next step, and finds the blocks of the first among its own."""
+    """With `n=2`, vLLM asks again in its next step, and finds the first request's blocks in its prefix cache."""
     source, target = pair
     _, params = prefill(source)
     first, second = (asked(f"{number}_d", params) for number in range(2))
@@ -526,7 +526,7 @@ def test_request_that_others_wait_for_is_not_received(pair: tuple[Server, Server
 
 
 def test_prefill_is_told_of_a_request_that_decode_has_refused(pair: tuple[Server, Server]) -> None:
-    """VLLM hands a stand-in on, with another prompt, and aborts it at once."""
+    """For a refused request vLLM passes a stand-in with another prompt, and aborts it at once."""
     source, target = pair
     _, params = prefill(source)
     request = asked("d", params, num_tokens=1)
@@ -549,7 +549,7 @@ def test_prompt_that_is_given_as_embeddings_is_computed_here(pair: tuple[Server,
 
 
 def test_other_prompt_fails_where_the_router_makes_the_rooms(pair: tuple[Server, Server]) -> None:
-    """Decode cannot compare before the cache comes; then it does not use it."""
+    """Decode can compare prompts only once the cache has arrived; it then discards the cache."""
     source, target = pair
     prefill(source, transfer_id="shared")
     assert source.ranks.ticket is not None
@@ -590,7 +590,7 @@ def test_decode_may_wait_for_blocks_for_longer_than_prefill_for_decode(pair: tup
 
 @pytest.mark.parametrize("prompt", [range(PROMPT + 1), range(1, PROMPT + 1)])
 def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
-    """A router that mixes requests up does not make a server answer another one's."""
+    """A router that mixes up requests must not make a server answer the wrong one."""
     scheduler = ConnectorScheduler(describe_groups([group()]), is_prefill=False, is_decode=True)
     digest = digest_of(SimpleNamespace(prompt_token_ids=list(prompt)))
     request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": digest})
@@ -656,7 +656,7 @@ def test_unknown_timeouts_are_refused() -> None:
 
 
 def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:
-    """The dialect of the MooncakeConnector."""
+    """The dialect of vLLM's MooncakeConnector."""
     port = unused_port()
     with servers(mooncake_port=port) as (source, target):
         with urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as answer:
@@ -671,7 +671,7 @@ def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:
 
 
 def test_window_moves_as_far_as_the_last_token_sees() -> None:
-    """Layer 0 keeps all tokens; the others keep a window, whose blocks vLLM frees behind it."""
+    """Layer 0 keeps all tokens; vLLM frees the blocks of the other layers behind the window."""
     window = 5
     groups = [group(layers=[0]), group("SlidingWindowSpec", [1, 2], sliding_window=window)]
     full, sliding = [7, 3, 12], [9, 10, 11]
@@ -708,7 +708,7 @@ def test_query_port_in_use_is_refused() -> None:
 
 
 def test_server_of_both_roles_takes_over_and_hands_on() -> None:
-    """A request goes to a server that hands another one on, over one transport."""
+    """One server receives one request and sends another, over the same transport."""
     options = read_options({"timeouts": TIMEOUTS})
     caches = describe(list(np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)))
     ranks = open_ranks(options, Place("both", 0, 1, is_prefill=True, is_decode=True, share=str), caches.layout)
@@ -747,7 +747,7 @@ def test_worker_answers_for_those_after_it() -> None:
 
 
 def mamba(**values: object) -> Any:
-    """Layers 1 and 2: 3 inputs of 8 + 2 + 2 channels, and 4 heads of 2 x 3."""
+    """Return a group with layers 1 and 2: 3 inputs of 8 + 2 + 2 channels, and 4 heads of 2 x 3."""
     spec = {
         "mamba_type": SimpleNamespace(name="MAMBA2"),
         "mamba_cache_mode": "none",
@@ -762,7 +762,7 @@ def mamba(**values: object) -> Any:
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_parts_of_a_convolution_are_shared_one_by_one(*, channels_first: bool) -> None:
-    """The second of two workers has the second half of the channels of each kind, and of the heads."""
+    """The second of two workers holds the second half of each block of channels, and of the heads."""
     shapes = ((12, 3) if channels_first else (3, 12), (4, 2, 3))
     groups = describe_groups([group(layers=[0]), mamba(shapes=shapes)], channels_first=channels_first)
     caches = {"layer0": torch.zeros(BLOCKS, HEADS, BLOCK, CONTENT, dtype=torch.uint8)}
@@ -811,7 +811,7 @@ def test_other_states_are_refused(values: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, PROMPT])
 def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tuple[Server, Server]) -> None:
-    """Decode computes the last token again, which would otherwise go into the state twice."""
+    """Decode recomputes the last token, which would otherwise enter the state twice."""
     prompt, digest = list(range(num_tokens)), digest_of(asked("p", {}, num_tokens))
     scheduler = ConnectorScheduler(describe_groups([group(layers=[0]), mamba()]), is_prefill=True, is_decode=False)
     ticket, pool = pair[0].ranks.ticket, Pool()

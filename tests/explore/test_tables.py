@@ -1,4 +1,4 @@
-"""Exploration finds a wrong value in any row of the tables that it reaches, unless nothing depends on the value."""
+"""Exploration finds a wrong value in every table row that it reaches, unless the value makes no difference."""
 
 import enum
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ USED_BY: Final = MappingProxyType(
         "INSTANCE": (tables, instances),
     }
 )
-"""Modules that know a table by its name."""
+"""Modules that import a table by name."""
 
 TABLES: Final[Mapping[str, Table]] = MappingProxyType({name: getattr(tables, name) for name in USED_BY})
 
@@ -51,7 +51,7 @@ SEARCHED: Final[Mapping[str, tuple[Setup, ...]]] = MappingProxyType(
 )
 
 TWO_FAULTS: Final = (Setup(max_faults=2),)
-"""Worlds of thousands of states, searched for rows only that a run with one fault does not read."""
+"""Worlds of thousands of states, searched only for rows that no run with one fault reads."""
 
 REACHED: Final = MappingProxyType(
     {
@@ -69,7 +69,7 @@ REACHED: Final = MappingProxyType(
         "INSTANCE": ("LOOKING_UP FOUND, COMPILING COMPILED, CONNECTING CONNECTED, CONNECTING FOUND, CONNECTED LOST"),
     }
 )
-"""Rows that are read in `SEARCHED`, as state and signal."""
+"""Rows that `SEARCHED` reads, as state and signal."""
 
 REACHED_BY_TWO: Final = MappingProxyType(
     {
@@ -77,11 +77,11 @@ REACHED_BY_TWO: Final = MappingProxyType(
         "MEMORY": "QUARANTINED WRITTEN, QUARANTINED COMPLETED, QUARANTINED QUIET",
     }
 )
-"""Rows of the same tables that are read in `TWO_FAULTS` besides."""
+"""Further rows of the same tables that `TWO_FAULTS` reads."""
 
 
 class Wrong(NamedTuple):
-    """A row with another value."""
+    """A row with a wrong value."""
 
     table: str
     row: tuple[enum.Enum, enum.Enum]
@@ -125,7 +125,7 @@ EQUIVALENT: Final = MappingProxyType(
         "INSTANCE CONNECTED LOST is CONNECTED": DEATH_ONLY,
     }
 )
-"""What no promise of these worlds tells apart, and why."""
+"""Wrong values that break no promise in these worlds, with the reason."""
 
 QUICK: Final = {
     "OUTCOME FAILED QUIET is ABORTED",
@@ -174,7 +174,7 @@ def test_a_wrong_value_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_what_is_said_to_make_no_difference_makes_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it belongs to the others, and the reason is wrong."""
+    """A value that does make a difference must be found instead, and its reason here is wrong."""
     wrong = WRONG[name]
     replace(monkeypatch, wrong.table, {**TABLES[wrong.table], wrong.row: wrong.value})
     for setup in wrong.worlds:
@@ -183,7 +183,7 @@ def test_what_is_said_to_make_no_difference_makes_none(name: str, monkeypatch: p
 
 
 class Noting(dict[tuple[Any, Any], Any]):
-    """A table that notes which rows are read."""
+    """A table that records which rows are read."""
 
     def __init__(self, table: Table) -> None:
         super().__init__(table)

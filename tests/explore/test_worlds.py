@@ -1,4 +1,4 @@
-"""Every interleaving of small worlds keeps every promise."""
+"""Small worlds keep every promise in every interleaving."""
 
 import itertools
 from typing import Any
@@ -71,16 +71,16 @@ def test_no_promise_is_broken_in_larger_worlds(setup: Setup) -> None:
 
 
 def test_two_rooms_share_a_staging_slot() -> None:
-    """As far as a few seconds carry; the rest is in the larger worlds."""
+    """Covers what a few seconds allow; the larger worlds cover the rest."""
     found = explore(ONE_SLOT, max_states=1_500)
     assert found.violation is None
 
 
 def test_faults_add_to_what_can_happen() -> None:
-    """Each kind of fault leads to states that are not reached without it."""
+    """Each kind of fault reaches states that are not reached without it."""
     least = check(Setup(max_faults=0))
     for kind in FAULTS:
-        if kind != "overtake":  # one piece never has two messages of one direction under way
+        if kind != "overtake":  # with one piece there are never two messages in flight in one direction
             assert check(Setup(max_faults=1, faults=(kind,))).num_states > least.num_states, kind
 
 
@@ -95,7 +95,7 @@ def test_a_walk_stops_where_it_is_told_to() -> None:
 
 
 def taken(world: SmallWorld, *labels: str) -> SmallWorld:
-    """Let some steps happen, each the first of its label."""
+    """Take the first step of each label, in order."""
     for label in labels:
         step_of(world, label).take(world)
     return world
@@ -106,7 +106,7 @@ def step_of(world: SmallWorld, label: str) -> Step:
 
 
 SENT = ("P0 SendOpened", "P0 ChunkOffered", "D0 ReceiveOpened", "('up', 0, 0) Grant")
-"""Until the only write is under way."""
+"""Steps until the only write is in flight."""
 
 
 def test_a_copy_is_independent_and_has_the_same_fingerprint() -> None:
@@ -157,7 +157,7 @@ def test_a_slot_that_is_free_as_soon_as_its_write_has_ended_is_written_again_too
 
 
 def test_a_local_slot_that_is_free_while_a_write_reads_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rooms that are packed into one slot at the same time; their windows on the decode rank are larger."""
+    """Two rooms are packed into one local slot at the same time; their windows on the decode rank are larger."""
     monkeypatch.setattr(SlotPool, "take", lambda _: 0)
     assert "a slot is packed while a write may read it" in violation_of(ONE_SLOT._replace(slots=2))
 
@@ -173,7 +173,7 @@ def test_credit_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_rooms_wait_for_the_only_post_and_for_the_only_slot() -> None:
-    """Else nothing is shared in these worlds."""
+    """Otherwise these worlds would not test sharing at all."""
     for setup in (ONE_POST, ONE_SLOT):
         world = taken(SmallWorld(setup), *SENT, "P0 SendOpened", "P0 ChunkOffered", "D0 ReceiveOpened", SENT[-1])
         assert len(world.posts) == 1
@@ -187,7 +187,7 @@ def failed() -> Failure:
 
 
 def test_a_world_notices_pages_that_are_given_back_too_early() -> None:
-    """Its own checks are what all else rests on."""
+    """All other results rest on the world's own checks."""
     world = taken(SmallWorld(Setup()), *SENT)
     world.received[0, 1] = (Outcome.ABORTED, Memory.SAFE)
     with pytest.raises(PromiseBroken, match="a write lands in pages that were released"):
@@ -202,7 +202,7 @@ def test_a_world_notices_that_a_transfer_fails_for_no_reason() -> None:
 
 
 def test_a_world_notices_that_service_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode rank that never finds the incarnation that was started again."""
+    """A decode rank never finds the restarted incarnation."""
     world = taken(SmallWorld(Setup()), *SENT, "kill P0")
     world.num_faults = 1
     world.copy().check_end()

@@ -1,4 +1,4 @@
-"""Worlds that are small enough to be explored to the end in seconds."""
+"""Worlds small enough to be explored completely in seconds."""
 
 from types import MappingProxyType
 from typing import Final

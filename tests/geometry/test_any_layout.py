@@ -1,4 +1,4 @@
-"""Any layout to any layout: every wanted cell holds the sender's bytes afterwards, and no other byte has changed."""
+"""Any layout to any layout: every wanted cell holds the sender's bytes, and no other byte changes."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Layouts from numpy arrays: they are those of torch tensors over the same memory."""
+"""Layouts from numpy arrays equal those of torch tensors over the same memory."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Blocks against the oracle, and when a plan can be said in them."""
+"""Block lists against the oracle, and when a plan can use them."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ SHAPE = PagedShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_lay
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(worlds.worlds())
 def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World) -> None:
-    """What can be said in blocks goes as blocks, the rest as descriptors."""
+    """What blocks can express is sent as blocks, the rest as descriptors."""
     world.compute()
     for _, bound, source, target in links(world):
         blocks = RouteBlocks.of(bound)

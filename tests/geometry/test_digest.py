@@ -1,4 +1,4 @@
-"""Digests: equal on both sides of any pair of layouts, and different as soon as one wanted byte is."""
+"""Digests are equal on both sides of any pair of layouts, and differ as soon as one wanted byte does."""
 
 import zlib
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from tests.support.links import links
 from tests.support.worlds import CellName, Rank, World, execute, worlds
 
 Chunk = tuple[str, tuple[int, int], bool]
-"""Component, tokens, and whether no token follows."""
+"""Component, tokens, and whether these are its last tokens."""
 
 
 def chunks(world: World, bound: BoundRoute) -> Iterator[Chunk]:
@@ -54,7 +54,7 @@ def table(rank: Rank, name: str, tokens: tuple[int, int]) -> TokenPages:
 
 
 def digest_of(rank: Rank, written: DigestScope, name: str, table_tokens: tuple[int, int]) -> int:
-    """The digest as one side works it out, with a table of no more than some tokens."""
+    """Return the digest as one side computes it, with a page table of only `table_tokens`."""
     component = rank.layout.component(name)
     pages = build_page_table(component, table(rank, name, table_tokens))
     return digest(written, component, pages, lambda memory: view(rank, memory))
@@ -68,7 +68,7 @@ def move(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
 
 
 def wanted_cells(route: Route, world: World, target: Rank, chunk: Chunk) -> list[tuple[CellName, int]]:
-    """Cells of one chunk that one route brings, found cell by cell."""
+    """Return the cells of one chunk that one route brings, found cell by cell."""
     name, (start, stop), final = chunk
     component = target.layout.component(name)
     grains = {region.tensor: region.tokens_per_cell for region in component.regions}
@@ -134,7 +134,7 @@ def test_what_is_not_wanted_does_not_matter(world: World) -> None:
 @pytest.mark.parametrize("heads", [(0, 4), (1, 3), (2, 3)])
 @pytest.mark.parametrize("page_bytes", [64, 4 * BLOCK_BYTES])
 def test_digest_is_that_of_the_cells_in_logical_order(order: str, heads: tuple[int, int], page_bytes: int) -> None:
-    """By hand, for pieces that are read in place and pieces that are gathered, in more than one block."""
+    """The expected digest is computed by hand, for pieces read in place and pieces gathered, over several blocks."""
     slots, page_size, num_heads = 5, 4, 4
     head_bytes = page_bytes // (page_size * num_heads)
     shape = (slots, page_size, num_heads) if order == "NHD" else (slots, num_heads, page_size)

@@ -1,4 +1,4 @@
-"""Page tables as they travel in a grant are not trusted."""
+"""Page tables in a grant come from a peer, and are not trusted."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""Helpers for engines, held against slow and obvious ones."""
+"""Index helpers for engines, compared with slow and obvious ones."""
 
 import itertools
 

@@ -1,6 +1,6 @@
-"""Flat lists as engines have them, with entries that a rank does not hold and items that only the engine can read.
+"""Flat lists as engines keep them, with entries that a rank does not hold and items that only the engine can read.
 
-What must arrive is worked out by cutting numpy arrays, without any of kvflow's arithmetic.
+The expected bytes come from slices of numpy arrays, without any of kvflow's arithmetic.
 """
 
 import numpy as np
@@ -101,7 +101,7 @@ def test_impossible_opaque_items_are_refused() -> None:
 
 @given(st.data())
 def test_opaque_items_arrive_from_stages_that_elide_what_they_do_not_hold(data: st.DataObject) -> None:
-    """Prefill in `pp` stages of `tp` ranks, decode whole; items of each layer have a length of their own."""
+    """Prefill has `pp` stages of `tp` ranks, decode is one rank; each layer has its own item length."""
     tp, pp, num_layers = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)))
     page_size, num_tokens = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 9)))
     is_shared = data.draw(st.booleans())
@@ -141,7 +141,7 @@ def test_opaque_items_arrive_from_stages_that_elide_what_they_do_not_hold(data: 
 
 
 def test_tail_wraps_around_the_end_of_its_ring() -> None:
-    """Groups of 4 tokens, 6 places: of 7 tokens three are live, and the last of them is at the ring's begin."""
+    """With groups of 4 tokens and 6 places, three of 7 tokens are live, and the last wraps to the start of the ring."""
     tokens, pages = ring_pages((4, 7), 6, row=3)
     assert (tokens, list(pages)) == ((4, 7), [22, 23, 18])
     assert list(ring_pages((16, 16), 6, row=3).pages) == []

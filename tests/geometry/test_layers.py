@@ -1,4 +1,4 @@
-"""Layers of a chunk: what they cost, and which go together."""
+"""Layers of a chunk: their cost, and how they are grouped."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +16,7 @@ TOKENS = {"kv": (0, 10)}
 
 
 def split_policy(least: int | None, layers: range = range(8)) -> SplitPolicy:
-    """Each layer costs ten bytes a token."""
+    """Return a policy in which each layer costs ten bytes per token."""
     costs = LayerBytes.of(dict.fromkeys(layers, 10))
     return SplitPolicy({"kv": ExpectedBytes(WHOLE, WHOLE, {1: 10 * len(layers)}, {1: costs})}, {"kv": 4}, 2**30, least)
 
@@ -67,7 +67,7 @@ def test_pieces_of_layers_bring_every_wanted_cell_and_nothing_else(world: World,
 
 
 def send_by_layers(world: World, bound: BoundRoute, sides: tuple[Rank, Rank], least: int, stops: list[int]) -> None:
-    """Send everything as one chunk; each piece may read only layers that are ready when its group is."""
+    """Send everything as one chunk; each piece may read only layers that are ready with its group."""
     rule = split_policy_for(bound, sides[0].layout, sides[1].layout, 2**30, least)
     wanted = {name: world.wanted[name] for name in bound.expected if world.wanted[name][0] < world.wanted[name][1]}
     pieces = rule.split_layers(stops, wanted, wanted)

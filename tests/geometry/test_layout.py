@@ -1,4 +1,4 @@
-"""Regions and layouts refuse what does not fit together."""
+"""Regions and layouts reject inconsistent values."""
 
 import msgspec
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from kvflow.errors import LayoutError
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
 
-HIGH = 0xFFFF81AB54E01000  # an address as Intel XPU gives them
+HIGH = 0xFFFF81AB54E01000  # an address as Intel XPU returns it
 
 
 def region(**changes: object) -> Region:

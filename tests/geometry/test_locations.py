@@ -46,7 +46,7 @@ def region(tensor: str, address: int) -> Region:
 
 
 def two_places() -> KVLayout:
-    """Pages at 4096 on a GPU, states at 8192 on the host."""
+    """Return a layout with pages at 4096 on a GPU and states at 8192 on the host."""
     components = (
         Component("kv", (region("k", 4096),)),
         Component("state", (region("ssm", 8192),), kind="slot"),
@@ -102,7 +102,7 @@ def test_pointer_lists_say_where_their_buffers_are() -> None:
 
 
 def test_tensors_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host pool stands for one on a GPU."""
+    """A host pool stands in for one on a GPU."""
     pages, states = np.zeros((4, 4, 2), np.float32), np.zeros((3, 5), np.float32)
 
     def pretend(pool: Any) -> Strided:
@@ -128,7 +128,7 @@ def test_tensors_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(worlds(), st.data())
 def test_each_write_has_one_location_at_each_end(world: World, data: st.DataObject) -> None:
-    """Any layouts, each component anywhere: everything arrives, and each descriptor names the right device."""
+    """For any layouts and locations, everything arrives, and each descriptor names the right device."""
     for rank in (*world.prefill.values(), *world.decode.values()):
         rank.scatter(data.draw(st.tuples(*[every_location] * 3)))
     world.compute()

@@ -1,4 +1,4 @@
-"""Regions that share memory: which are refused, and which are legitimate."""
+"""Regions that share memory: which are refused, and which are valid."""
 
 import itertools
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ def test_regions_with_one_period_are_not_compared_cell_by_cell() -> None:
 
 @st.composite
 def cells(draw: st.DrawFn, owner: int) -> Cells:
-    """Runs that do not overlap each other, with gaps, in up to three axes."""
+    """Draw disjoint runs with gaps, in up to three axes."""
     length = reach = draw(st.integers(1, 3))
     axes = []
     for _ in range(draw(st.integers(0, 3))):
@@ -161,7 +161,7 @@ def cells(draw: st.DrawFn, owner: int) -> Cells:
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Cells]:
-    """Some that are alike but for their address, as layers are, and some that are not."""
+    """Draw some cells that differ only in their address, as layers do, and some that differ in shape."""
     found = [draw(cells(number)) for number in range(draw(st.integers(1, 3)))]
     alike = draw(st.lists(st.integers(0, 30), max_size=4))
     first = found[0]

@@ -1,4 +1,4 @@
-"""Packing: what one side gathers, the other one scatters to the right cells, whatever the two layouts."""
+"""Packing: what one side gathers, the other scatters to the right cells, for any two layouts."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -56,7 +56,7 @@ def memory_of(rank: Rank, copier: Copier) -> PageMemory:
 
 
 def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
-    """All components at once: the first chunk of each, then the second of each, and so on; some layers at a time."""
+    """Yield payloads of all components at once: the first chunk of each, then the second, some layers at a time."""
     chunks = {
         name: list(pairwise([world.wanted[name][0], *world.cuts[name], world.wanted[name][1]]))
         for name in bound.expected

@@ -19,7 +19,7 @@ TPS = [1, 2, 3, 4, 6, 8]
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[PagedShape], list[PagedShape], tuple[int, int], int]:
-    """Shapes of the prefill and decode ranks, a token range, a seed."""
+    """Draw shapes of the prefill and decode ranks, a token range and a seed."""
     heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
     fitting = [tp for tp in TPS if not (heads % tp and tp % heads)]
     layers = draw(st.integers(1, 3))
@@ -136,7 +136,7 @@ def test_only_shares_that_are_given_move() -> None:
 
 @pytest.mark.parametrize("layers", [(0, 2), (1, 2), (2, 3), (3, 3), (0, 3)])
 def test_layers_can_be_planned_apart(layers: tuple[int, int]) -> None:
-    """Together the parts are the whole, whatever the cut."""
+    """The parts add up to the whole, wherever the layers are cut."""
     shape = PagedShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
     _, _, bound = bound_pair(shape, shape)
     src, dst = PageTable(np.array([1, 2, 5], np.uint32), 0, 4), PageTable(np.array([0, 1, 2], np.uint32), 0, 4)

@@ -1,4 +1,4 @@
-"""Layouts from flat pointer lists: the same regions that the tensors behind the pointers give."""
+"""Layouts from flat pointer lists equal those of the tensors behind the pointers."""
 
 import itertools
 
@@ -29,7 +29,7 @@ NHD = Axes("page token head dim", (2, 4))
 
 
 def lists_of(tensors: list[torch.Tensor]) -> BufferLists:
-    """What an engine would tell its transport about pools whose first axis is the page."""
+    """Return the lists that an engine would give its transport for pools whose first axis is the page."""
     return BufferLists(
         [tensor.data_ptr() for tensor in tensors],
         [tensor.nbytes for tensor in tensors],
@@ -289,7 +289,7 @@ def test_draft_layers_are_optional_regions_after_the_model() -> None:
 
 
 def test_buffers_come_back_as_lists() -> None:
-    """What a pool exposes of its index keys is what the same lists describe (requirements S5)."""
+    """A pool's index keys are exposed as the same lists (requirements S5)."""
     regions = [
         Region(name, layer, 2**63 + 10_000 * layer + offset, 5, 4 * size, 4, size, (0, 1), size, size, "uint8")
         for layer in range(2)

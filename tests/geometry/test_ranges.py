@@ -1,4 +1,4 @@
-"""Which tokens a rank holds, held against counting them one by one."""
+"""The tokens that a rank holds, compared with counting them one by one."""
 
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ def test_runs_hold_each_shared_token_once_and_stay_in_one_page(
 
 @given(run_extents, st.lists(st.integers(0, 80), max_size=4), st.integers(1, 5))
 def test_chunks_share_the_cells_out(tokens: tuple[int, int], cuts: list[int], grain: int) -> None:
-    """Each cell goes once, with the chunk that brings its last token."""
+    """Each cell is sent once, with the chunk that brings its last token."""
     start, stop = tokens
     edges = [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
     cells: list[int] = []

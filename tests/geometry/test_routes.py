@@ -1,4 +1,4 @@
-"""Routes: exactly one owner for each wanted cell, shared fairly, or a refusal that names the cell."""
+"""Routes: exactly one owner for each wanted cell, with a fair share of the work, or a refusal that names the cell."""
 
 from collections import Counter
 
@@ -129,7 +129,7 @@ def test_layers_of_equal_geometry_share_a_leg() -> None:
 
 
 def reshaped(layout: KVLayout, *, shard: TokenShard | None = None, kind: str = "paged", **region: object) -> KVLayout:
-    """The same layout with something else about its component or its regions."""
+    """Return the layout with other attributes of its component or its regions."""
     (component,) = layout.components
     regions = tuple(replace(item, **region) for item in component.regions)
     return replace(layout, components=(Component("kv", regions, kind, shard or TokenShard()),))
@@ -163,7 +163,7 @@ def test_slots_of_another_shape_are_refused() -> None:
 
 
 def test_tokens_that_no_rank_holds_are_refused() -> None:
-    """Two of three ranks that share the tokens are not enough, unless decode wants only their share."""
+    """Two of three ranks that share the tokens do not suffice, unless decode wants only their share."""
     (layout,) = tp_layouts(2, 1).values()
     shares = [reshaped(layout, shard=TokenShard(3, rank, 1)) for rank in range(3)]
     with pytest.raises(RouteError, match="no prefill rank has this part of the cache"):

@@ -1,6 +1,6 @@
-"""Rows that hold several blocks of heads, each of them split over the ranks by itself: convolution states.
+"""Rows with several blocks of heads, each sharded over the ranks separately: convolution states.
 
-What must arrive is worked out by cutting and joining numpy arrays of the whole model.
+The expected bytes come from slicing and joining numpy arrays of the whole model.
 """
 
 from typing import NamedTuple
@@ -22,13 +22,13 @@ SLOTS = 3
 
 
 class Model(NamedTuple):
-    """Sizes of a state of one layer.
+    """Sizes of the state of one layer.
 
     Attributes:
-        rows: Of the convolution state.
-        heads: Of each block, in the whole model.
-        cell_bytes: Of a head in one row.
-        state_bytes: Of a head of the recurrent state.
+        rows: Rows of the convolution state.
+        heads: Heads of each block, in the whole model.
+        cell_bytes: Bytes of a head in one row.
+        state_bytes: Bytes of a head of the recurrent state.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
 
 class State(NamedTuple):
-    """A request's state in the whole model.
+    """The state of a request in the whole model.
 
     Attributes:
         blocks: uint8[rows, heads, cell_bytes] for each block.
@@ -50,13 +50,13 @@ class State(NamedTuple):
 
 
 def cut(heads: int, tp: int, rank: int) -> slice:
-    """Heads of a block that a rank holds: neighbours share one where there are more ranks than heads."""
+    """Return the heads of a block that a rank holds; neighbours share a head if there are more ranks than heads."""
     per_rank, copies = max(1, heads // tp), max(1, tp // heads)
     return slice(rank // copies * per_rank, rank // copies * per_rank + per_rank)
 
 
 def items(state: State, tp: int, rank: int, *, by_row: bool) -> tuple[Bytes, Bytes]:
-    """The convolution and the recurrent state of one rank as bytes of one item each."""
+    """Return the convolution and the recurrent state of one rank, each as the bytes of one item."""
     held = [block[:, cut(block.shape[1], tp, rank)] for block in state.blocks]
     conv = np.concatenate(held if by_row else [block.swapaxes(0, 1) for block in held], axis=1 if by_row else 0)
     return conv.ravel(), state.ssm[cut(len(state.ssm), tp, rank)].ravel()

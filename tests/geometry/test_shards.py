@@ -1,4 +1,4 @@
-"""Head ranges from the total head count; the formulas for pairs of ranks, held against the planner."""
+"""Head ranges from the total head count, and formulas for pairs of ranks, compared with the planner."""
 
 import pytest
 
@@ -81,7 +81,7 @@ PAIRS = [
 
 
 def rank_layout(total: int, tp_size: int, tp_rank: int) -> KVLayout:
-    """NHD, one layer, 4 bytes for each head of a token."""
+    """Return an NHD layout of one layer, with 4 bytes for each head of a token."""
     heads = head_range(total, tp_size, tp_rank)
     part = PagePart("k", head_bytes=4, dtype="uint8", heads=heads)
     item = part.num_bytes(2)
@@ -141,7 +141,7 @@ def test_head_slices_of_sizes_that_do_not_divide_each_other() -> None:
 
 
 def pointers_of(groups: int, layers: range, draft: int = 0) -> list[str]:
-    """A flat list in which each pointer is its own name."""
+    """Return a flat list in which each pointer is its own name."""
     names = [f"{'kvi'[group]}{layer}" for group in range(groups) for layer in layers]
     return names + [f"draft{index}" for index in range(draft)]
 
@@ -162,7 +162,7 @@ def test_stages_find_their_layers(groups: int, pp_size: int, draft: int, draft_i
 
 
 def test_equally_long_lists_are_not_cut() -> None:
-    """Stage 1 of 2 on both sides, draft layers included: the start is the same for both and means nothing."""
+    """Both sides are stage 1 of 2, draft layers included: the start is the same, and is ignored."""
     assert stage_slices(5, 5, groups=2, start_layer=2, total_kv_layers=4) == (slice(0, 5),)
 
 

@@ -1,4 +1,4 @@
-"""Where chunks are cut: pieces cover exactly what the chunk covers, and are as large as they may be."""
+"""Where chunks are cut: pieces cover exactly the chunk, and are as large as allowed."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.support.worlds import Rank, World, execute, worlds
 
 
 def split_policy(piece_bytes: int, *, page: int = 4, token_bytes: int = 10) -> SplitPolicy:
-    """Two components that can be cut, of which the second has larger pages, and a slot that cannot."""
+    """Return a policy of two divisible components, the second with larger pages, and an indivisible slot."""
     expected = {name: ExpectedBytes(WHOLE, WHOLE, {1: token_bytes}) for name in ("kv", "swa", "state")}
     return SplitPolicy(expected, {"kv": page, "swa": 2 * page}, piece_bytes)
 
@@ -51,7 +51,7 @@ def test_a_slot_goes_whole_even_if_it_is_too_large() -> None:
     ("num_runs", "is_direct"), [(0, True), (1, True), (2, True), (2.1, False), (20, False), (math.inf, False)]
 )
 def test_a_chunk_in_long_runs_is_cut_as_if_nothing_were_packed(num_runs: float, is_direct: bool) -> None:
-    """200 bytes, and runs of 100 are long."""
+    """The chunk has 200 bytes, and runs of 100 bytes count as long."""
     direct = split_policy(100)
     packed = split_policy(40)._replace(is_packed=True, direct=direct, direct_run_bytes=100)
     tokens = {"kv": (0, 20)}
@@ -140,7 +140,7 @@ def test_a_piece_ends_only_where_another_page_would_not_fit(start: int, length: 
 
 
 def is_indivisible(rule: SplitPolicy, piece: dict[str, TokenRange], wanted: dict[str, TokenRange]) -> bool:
-    """All bytes of a piece belong to one page of one component, or to a slot."""
+    """Return whether all bytes of a piece belong to one page of one component, or to a slot."""
     costly = [name for name in piece if expected_bytes(rule.expected, {name: piece[name]}, wanted)]
     (start, stop), size = piece[costly[0]], rule.page_tokens.get(costly[0])
     return len(costly) == 1 and (size is None or start // size == (stop - 1) // size)

@@ -1,7 +1,7 @@
 """Layouts from torch tensors: strides are read, never guessed.
 
-Each kind of pool is filled with random bytes and read twice: by torch indexing, which knows nothing of regions, and
-through raw memory at the address that the region gives.
+Each kind of pool is filled with random bytes and read twice: by torch indexing, which does not use regions, and from
+raw memory at the address that the region gives.
 """
 
 import ctypes
@@ -42,10 +42,10 @@ def random_pool(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of pool: how it is declared, and where torch finds a cell in it.
+    """A kind of pool: its declaration, and where torch finds a cell in it.
 
     Attributes:
-        cell: Takes (pools, tensor name, layer, page, cell of the page, head of this rank) and gives that cell.
+        cell: Takes (pools, tensor name, layer, page, cell of the page, head of this rank) and returns that cell.
         sizes: Layers, pages, cells of a page, heads.
     """
 
@@ -375,7 +375,7 @@ def test_views_of_one_allocation_are_registered_once() -> None:
 
 
 def test_only_the_part_that_is_used_is_registered() -> None:
-    storage = torch.zeros(5, 4, 2, 8)  # layer, page, token, dim; the first and the last layer are for something else
+    storage = torch.zeros(5, 4, 2, 8)  # layer, page, token, dim; the first and the last layer hold something else
     regions = regions_from_tensors("latent", [storage[3], storage[1], storage[2]], Axes("page token dim"))
     layout = layout_from_components([Component("kv", regions)], "m", tensors=[storage])
     assert [(item.address, item.length) for item in layout.allocations] == [

@@ -1,4 +1,4 @@
-"""Tensors that do not fit what is said about them are refused, with the place and both values."""
+"""Tensors that contradict their description are refused, with the place and both values."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_unknown_axes_list_the_known_ones() -> None:
 
 @pytest.mark.parametrize("order", ["page head dim dim", "slot head dim dim", "slot head*dim"])
 def test_pages_of_a_paged_pool_are_never_taken_for_tokens(order: str) -> None:
-    """A pool of opaque blocks that is described as its shape suggests: each page would be one token."""
+    """A pool of opaque blocks described by its shape alone would make each page one token."""
     shape = (5, 2, 16, 8) if order.endswith("dim dim") else (5, 32)
     with pytest.raises(LayoutError, match="axes without `token` need `page_size`") as error:
         layout_from_tensors({"kv": [torch.zeros(shape)]}, axes=order, heads=(0, 2), fingerprint="m")

@@ -1,4 +1,4 @@
-"""Runs are copied in the memory of a device as they are in host memory; the CPU is a device, too."""
+"""Runs are copied in device memory as in host memory; the CPU counts as a device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,13 +25,13 @@ Bytes = NDArray[np.uint8]
 
 
 class Copy(NamedTuple):
-    """Runs to be copied, as places in two buffers.
+    """Runs to copy, as offsets in two buffers.
 
     Attributes:
-        lengths: Of the runs of each group.
-        places: By group: where each run begins, in memory and in the payload.
-        shifts: How far the two buffers begin behind a multiple of 8.
-        slot_at: Where the slot begins in its buffer.
+        lengths: Length of the runs of each group.
+        places: By group, the offsets of the runs in memory and in the payload.
+        shifts: Offset of each buffer behind a multiple of 8.
+        slot_at: Offset of the slot in its buffer.
     """
 
     lengths: list[int]
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
     seed: int
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the two buffers, with some behind the last run."""
+        """Return the sizes of both buffers in bytes, with a margin behind the last run."""
         ends = [
             [place + length for length, places in zip(self.lengths, self.places, strict=True) for place in places[side]]
             for side in (0, 1)
@@ -51,7 +51,7 @@ class Copy(NamedTuple):
 
 @st.composite
 def spread(draw: st.DrawFn, lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Places of runs that do not overlap, in any order: on a grid of their length, of some word, or on none."""
+    """Draw offsets of disjoint runs in any order, on a grid of their length, of a word, or on none."""
     unit = draw(st.sampled_from([0, 1, 2, 4, 8]))
     at = unit * draw(st.integers(0, 3))
     found = []
@@ -79,7 +79,7 @@ def copies(draw: st.DrawFn) -> Copy:
 
 
 class Buffers:
-    """Two buffers of random bytes, behind a multiple of 8, and the runs between them at real addresses."""
+    """Two buffers of random bytes, at an offset from a multiple of 8, and the runs between them at real addresses."""
 
     def __init__(self, copy: Copy, on: torch.device) -> None:
         rng = np.random.default_rng(copy.seed)
@@ -103,7 +103,7 @@ class Buffers:
 
 
 def one_by_one(copy: Copy, before: list[Bytes], *, gather: bool) -> list[Bytes]:
-    """What both buffers must be afterwards."""
+    """Return the expected content of both buffers, copied run by run."""
     memory, payload = (data.copy() for data in before)
     for length, places in zip(copy.lengths, copy.places, strict=True):
         for at, place in zip(*places, strict=True):
@@ -130,7 +130,7 @@ def test_runs_are_copied_and_no_other_byte_is(on: torch.device, gather: bool, co
 
 @given(copies())
 def test_words_are_aligned_and_rows_lie_within_the_runs(copy: Copy) -> None:
-    """A device faults where a processor only gets slower."""
+    """Unaligned access faults on a device, and is merely slow on a processor."""
     for group in Buffers(copy, CPU).runs:
         word = word_bytes(group.length, group.memory)
         rows = Rows.of(group.memory, group.length, word, CPU)
@@ -166,14 +166,14 @@ def test_words_are_as_wide_as_length_and_addresses_allow(length: int, addresses:
     ("length", "places", "word", "words_per_row", "per_run"),
     [
         (64, [128, 0, 640], 8, 8, 1),  # on a grid of their length
-        (64, [96, 0, 640], 8, 4, 2),  # on one of half their length
-        (64, [72, 0, 640], 8, 1, 8),  # on that of a word
+        (64, [96, 0, 640], 8, 4, 2),  # on a grid of half their length
+        (64, [72, 0, 640], 8, 1, 8),  # on a grid of a word
         (12, [24, 0], 4, 3, 1),
         (12, [20, 0], 4, 1, 3),
         (6, [8, 0], 2, 1, 3),
         (5, [10, 25], 1, 5, 1),
         (5, [10, 26], 1, 1, 5),
-        (24, [80], 8, 3, 1),  # a single one always is
+        (24, [80], 8, 3, 1),  # a single run always is
     ],
 )
 def test_rows_are_as_long_as_distances_allow(
@@ -233,7 +233,7 @@ def test_memory_of_another_device_is_refused_and_not_copied(monkeypatch: pytest.
 
 
 class Stream:
-    """Stands for a stream of a device, and notes what happens around it."""
+    """A fake stream of a device that records the calls around it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -286,7 +286,7 @@ def test_memory_that_torch_cannot_copy_in_belongs_to_no_device(monkeypatch: pyte
 @pytest.mark.device
 @pytest.mark.skipif(device_of_cuda() is None, reason="no GPU")
 def test_what_a_gpu_has_scattered_is_there_for_every_stream() -> None:
-    """The copier's stream is busy for long before it can begin."""
+    """The copier's stream is busy for long before the copy starts."""
     on = device_of_cuda()
     assert on is not None
     copier = DeviceCopier(on)

@@ -1,4 +1,4 @@
-"""How much staging memory a rank takes, and from where."""
+"""How much staging memory a rank allocates, and where."""
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ def test_host_memory_is_taken_unasked(config: PrefillConfig | DecodeConfig, num_
 
 @pytest.mark.parametrize("config", [PREFILL, DECODE], ids=["p", "d"])
 def test_none_is_taken_unasked_where_descriptors_cost_nothing(config: PrefillConfig | DecodeConfig) -> None:
-    """Nothing would be packed there."""
+    """The rank would pack nothing."""
     assert staging_memory(config, HOST, 0.0) is None
 
 
@@ -74,7 +74,7 @@ def test_rank_with_memory_in_several_places_does_not_pack(kind: str) -> None:
 
 
 def test_staging_memory_is_where_the_pages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it is the allocations that say where that is."""
+    """This holds even if only the allocations tell where the pages are."""
     monkeypatch.setattr(staging, "_copier_for", lambda _: HostCopier())  # as if torch could copy there
     gpu = Location("VRAM", 2)
     moved = tuple(msgspec.structs.replace(one, location=gpu) for one in HOST.allocations)

@@ -66,7 +66,7 @@ def one_complete_rank_is_enough(patch: Patch) -> None:
 
 
 def change_count(patch: Patch, count: Callable[[progress.RankProgress, Notice], str | None]) -> None:
-    """Count notices in another way, which may call a rank complete while some are missing."""
+    """Replace how a rank counts notices; the rank may complete while some are missing."""
 
     def written(self: progress.RankProgress) -> WrittenBy:
         return WrittenBy(self.rank, tuple(self._notices.values()))
@@ -76,7 +76,7 @@ def change_count(patch: Patch, count: Callable[[progress.RankProgress, Notice], 
 
 
 def last_notice_is_enough(patch: Patch) -> None:
-    """Notices are not counted, and their bytes not added up."""
+    """Complete a rank at its last notice, without counting notices or bytes."""
     original = progress.RankProgress.count
 
     def count(self: progress.RankProgress, notice: Notice) -> str | None:
@@ -89,7 +89,7 @@ def last_notice_is_enough(patch: Patch) -> None:
 
 
 def notices_count_twice(patch: Patch) -> None:
-    """A duplicate counts like another notice, and nobody adds up the bytes."""
+    """Count duplicate notices, and ignore their bytes."""
     original = progress.RankProgress.count
 
     def count(self: progress.RankProgress, notice: Notice) -> str | None:
@@ -147,7 +147,7 @@ def drained_is_said_before_posts_end(patch: Patch) -> None:
 
 
 def posting_goes_on_after_the_end(patch: Patch) -> None:
-    """Whatever was planned is posted, though the delivery has ended."""
+    """Post what was planned even after the delivery has ended."""
     original = prefill_delivery.Delivery.plan_finished
 
     def plan_finished(self: prefill_delivery.Delivery, plan: PlanFinished) -> list[PrefillEffect]:
@@ -180,7 +180,7 @@ def goodbye_is_a_proof(patch: Patch) -> None:
 
 
 def death_is_always_a_proof(patch: Patch) -> None:
-    """Whatever the transport says about bytes that outlive their sender."""
+    """Take death as a proof even on transports whose bytes may outlive their sender."""
     original = decode_peers.PrefillPeers.ended
 
     def ended(self: decode_peers.PrefillPeers, peer: Any, now: float) -> Any:
@@ -252,7 +252,7 @@ def digests_are_believed(patch: Patch) -> None:
 
 
 def change_parts(patch: Patch, change: Callable[[Chunk, list[pieces.ChunkPart]], list[pieces.ChunkPart]]) -> None:
-    """Change what a chunk is split into, if it is split at all."""
+    """Change the parts of each chunk that is split."""
 
     def changed(chunk: Chunk, *rest: Any) -> list[pieces.ChunkPart]:
         parts = pieces.split_chunk(chunk, *rest)
@@ -286,7 +286,7 @@ def later_layers_are_not_waited_for(patch: Patch) -> None:
 
 
 def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
-    """Whoever has brought some layers of each token, and the last notice, has brought everything."""
+    """Complete a rank once each token has some of its layers and the last notice has arrived."""
     original = progress.RankProgress.count
 
     def cells(ranges: dict[str, tuple[int, int]]) -> list[tuple[str, int]]:
@@ -365,7 +365,7 @@ def tickets_are_good_for_any_process(patch: Patch) -> None:
 
 
 def pages_that_come_later_are_always_safe(patch: Patch) -> None:
-    """A room that was announced goes on as if it still had no pages."""
+    """Keep an announced room's memory safe even after it has pages."""
     original = decode_room.Room.take_pages
 
     def take_pages(self: decode_room.Room, given: Any, deadline: float) -> list[DecodeEffect]:
@@ -381,7 +381,7 @@ def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
 
 
 def plans_of_quiesced_pages_are_not_waited_for(patch: Patch) -> None:
-    """Pieces whose plans are being made are posted after the engine was told that nothing reads its pages."""
+    """Tell the engine that its pages are quiet while pieces are still being planned."""
 
     def reads_pages(self: prefill_delivery.Delivery) -> bool:
         return any(notice.staged is None for notice in self._posted.values())
@@ -406,7 +406,7 @@ def events_of_forgotten_data_count_for_what_comes_again(patch: Patch) -> None:
 
 
 def layers_that_have_left_come_again(patch: Patch) -> None:
-    """Nothing of a chunk is waited for that is not posted, although layers of it are."""
+    """Forget that some layers of a chunk have been posted when the rest is rolled back."""
     original = prefill_delivery.Delivery.roll_back
 
     def roll_back(self: prefill_delivery.Delivery) -> int | None:
@@ -430,7 +430,7 @@ def empty_notices_overtake_pieces(patch: Patch) -> None:
 
 
 def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
-    """Of an endpoint that they share with others."""
+    """Report the end of writes that go on, when a rank leaves an endpoint that others share."""
     original = shared.SharedBackend.leave
 
     async def leave(self: shared.SharedBackend, member: shared.RankEndpoint) -> None:
@@ -446,7 +446,7 @@ def notices_go_to_any_rank_of_an_endpoint(patch: Patch) -> None:
 
 
 def announcements_keep_no_pages(patch: Patch) -> None:
-    """Prefill waits for an announced grant as long as for one that nobody has announced."""
+    """Wait for an announced grant no longer than for an unannounced one."""
     patch.setattr(prefill_room.Room, "num_asked", property(lambda self: len(self.deliveries)))
 
 

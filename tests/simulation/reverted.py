@@ -1,4 +1,4 @@
-"""Defects that were found in the field, put back into the code of today. The simulation must find each of them."""
+"""Defects that were found in the field, reintroduced into the present code. The simulation must find each of them."""
 
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ Patch = pytest.MonkeyPatch
 
 
 def goodbye_is_said_first_and_proofs_after_it_are_dropped(patch: Patch) -> None:
-    """A rank says goodbye before its writes have ended, so what it says after that comes from an unknown peer."""
+    """Send Goodbye before all writes have ended, and drop the later messages as those of an unknown peer."""
     handle, obey = prefill_core.PrefillCore._handle, decode_core.DecodeCore._obey
 
     def handled(self: prefill_core.PrefillCore, event: Any, now: float) -> list[PrefillEffect]:
@@ -58,7 +58,7 @@ def rooms_that_are_not_taken_are_not_declined(patch: Patch) -> None:
 
 
 def the_fate_of_rooms_decides_about_an_instance(patch: Patch) -> None:
-    """Three rooms that fail in a row, for whatever reason, open a breaker; a real room probes once in a while."""
+    """Open a circuit breaker after three failed rooms in a row, whatever the reason, and probe with real rooms."""
     rooms_that_are_not_taken_are_not_declined(patch)
     want, follow = handshake.Instances.want, decode_rooms.Rooms._follow
     pause_s, most = 2.0, 3
@@ -100,7 +100,7 @@ def windows_do_not_come_back(patch: Patch) -> None:
 
 
 def windows_of_ranks_that_left_are_remembered(patch: Patch) -> None:
-    """Slots that are given back after their decode rank has left keep its window for good."""
+    """Keep the window of a decode rank that has left, for good, once its slots have been given back."""
 
     def drop(self: RemoteSlots, peers: list[Any]) -> None:
         for peer in peers:
@@ -120,7 +120,7 @@ def windows_of_ranks_that_left_are_remembered(patch: Patch) -> None:
 
 
 def broken_connections_say_nothing(patch: Patch) -> None:
-    """Only a whole lease of silence shows that a rank is dead, and its instance is not looked up again before."""
+    """Detect dead ranks only by a lease of silence, and do not look up their instance before."""
     patch.setattr(decode_core.DecodeCore, "_connection_lost", lambda *_: [])
 
 
@@ -136,7 +136,7 @@ def engines_are_told_when_pages_are_quiet(patch: Patch) -> None:
 
 
 def errors_lose_the_remaining_effects(patch: Patch) -> None:
-    """An error while effects are carried out ends only that; nobody hears of it, and the rest is lost."""
+    """Swallow an error of an effect, and lose the remaining effects."""
 
     def carry_out(self: Rank[Any, Any, Any], event: Any, effects: Any) -> None:
         self._is_dispatching = True

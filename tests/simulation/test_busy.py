@@ -1,4 +1,4 @@
-"""An engine that holds the interpreter for seconds: its event loop does not run, while its sockets and writes do."""
+"""An engine that holds the GIL for seconds: its event loop stands still, while its sockets and writes go on."""
 
 import random
 
@@ -17,7 +17,7 @@ timeouts lease=1 handshake=60 transfer=600 open=600 grant=600 first_bytes=600 pr
 
 
 def drawn(seed: int) -> str:
-    """Draw when each side does what, and who is busy meanwhile; nothing is asked of an engine while it is."""
+    """Draw when each side acts, and who is blocked meanwhile; a blocked engine gets no calls."""
     rng = random.Random(f"busy {seed}")  # noqa: S311 - chance must be repeatable here
     requests = [f"request {room}: 4 tokens, P to D" for room in ROOMS]
     lines: dict[str, list[str]] = {"P": [], "D": []}

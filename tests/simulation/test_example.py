@@ -1,4 +1,4 @@
-"""The example for engine authors in docs/simulation.md runs as it stands."""
+"""The example for engine authors in docs/simulation.md runs verbatim."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Virtual time, and processes that die, stop and go on in it."""
+"""Virtual time, and processes in it that die, stop and continue."""
 
 import asyncio
 import gc
@@ -181,7 +181,7 @@ def test_tasks_that_are_started_by_the_cleanup_of_others_are_ended_too(recwarn: 
 
     loop = VirtualLoop()
     process = process_of(loop)
-    tasks = [process.spawn(main()) for _ in range(600)]  # so many that the loop drops those that are done meanwhile
+    tasks = [process.spawn(main()) for _ in range(600)]  # enough that the loop drops finished tasks meanwhile
     loop.advance(1.0)
     loop.close()
     del tasks

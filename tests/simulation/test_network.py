@@ -1,4 +1,4 @@
-"""Connections in virtual time behave, and break, as those of ZMQ over TCP do."""
+"""Connections in virtual time behave, and break, like those of ZMQ over TCP."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def world() -> Iterator[World]:
 
 
 class Server:
-    """Repeats what it hears."""
+    """Echoes each message."""
 
     listener: Listener
 
@@ -43,7 +43,7 @@ class Server:
 
 
 class Client:
-    """Sends, and takes note."""
+    """Sends messages, and records replies and lost connections."""
 
     connection: Connection
 
@@ -77,7 +77,7 @@ async def forever() -> None:
 
 
 def answer_to(world: World, call: Callable[[], Any]) -> list[Any]:
-    """Run a coroutine in a process of its own and give its result."""
+    """Run a coroutine in a process of its own, and return its result in a list."""
     found: list[Any] = []
 
     async def main(_: Process) -> None:

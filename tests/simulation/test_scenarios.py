@@ -1,4 +1,4 @@
-"""Races that others met in the field, and the language in which they are written down."""
+"""Races that were met in the field, and the language in which scenarios are written."""
 
 import re
 from pathlib import Path

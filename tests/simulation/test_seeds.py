@@ -1,4 +1,4 @@
-"""Whole instances in virtual time keep every promise, seed after seed, and any seed can be told again."""
+"""Instances in virtual time keep every promise, seed after seed, and each seed is reproducible."""
 
 import os
 import subprocess
@@ -9,24 +9,24 @@ import pytest
 from kvflow.testing.simulation import Faults, run_seed
 
 REGRESSIONS = (
-    8154,  # what a killed rank had sent reached the registry after its successor's Register, and took its place
+    8154,  # a killed rank's message reached the registry after its successor's Register, and replaced it
     27974,  # the same
     36229,  # the same
     43013,  # the same
     64540,  # the same, twice, and the successor was refused
-    74040,  # as the first
+    74040,  # as 8154
     90683,  # the same
     97411,  # the same
-    11464,  # a prefill rank was closed when it had just disconnected a decode rank, which never heard its Goodbye
+    11464,  # a prefill rank closed right after it disconnected a decode rank, which never received its Goodbye
     13987,  # the same
-    31513,  # what a rank had said before it left arrived after its port had been refused, and was not heard
-    72576,  # a disconnected decode rank could not look the instance up before the prefill rank was closed
-    33314,  # a port was refused because its rank had closed, while bytes of a failed write were still on their way
-    69871,  # a pool full of quarantine until an operator came, just before the rate was measured
-    79652,  # a Hello of a dead decode process replaced a living one, which was refused for good
+    31513,  # messages of a rank that had left arrived after its port had been refused, and were dropped
+    72576,  # a disconnected decode rank could not look the instance up before the prefill rank closed
+    33314,  # a port was refused because its rank had closed, while bytes of a failed write were still in flight
+    69871,  # the pool was full of quarantined pages until an operator came, just before the rate was measured
+    79652,  # a Hello of a dead decode process replaced a live one, which was refused for good
     92537,  # the same
 )
-"""Seeds in which a promise was broken once. What a seed does changes with the draws: each mend has other tests, too."""
+"""Seeds that once broke a promise. A seed's course changes with the draws, so each fix has other tests as well."""
 
 BATCH = 25
 NUM_BATCHES = 8

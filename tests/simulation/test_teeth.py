@@ -1,4 +1,4 @@
-"""The simulation finds what it is there to find: one deliberate fault in the protocol, or one old defect, at a time."""
+"""The simulation finds each deliberate fault in the protocol, and each reintroduced defect."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -80,10 +80,10 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "errors_lose_the_remaining_effects": 5,
     }
 )
-"""What finds each fault: the first seed that does, or a scenario if it takes too many."""
+"""What finds each fault: the first seed that does, or a scenario if that takes too many seeds."""
 
 NEARBY: Final = range(100)
-"""Seeds that are tried if the one above does not find its fault any more, because the code draws something else now."""
+"""Seeds to try if the one above misses its fault because the code has changed its draws."""
 
 DRAWN: Final = range(320)
 RARE: Final = (
@@ -98,7 +98,7 @@ RARE: Final = (
     "rooms_are_announced_once",
     "declines_of_announced_rooms_are_not_heard",
 )
-"""Faults that take several rare events in one order. Seeds find them, but not within a number that a test can run."""
+"""Faults that need several rare events in one order. Seeds find them, but too rarely for a test."""
 
 
 def is_found_by(evidence: int | str) -> bool:
@@ -127,7 +127,7 @@ def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)  # hundreds of seeds, on a machine that may be busy
+@pytest.mark.timeout(180)  # runs hundreds of seeds, perhaps on a busy machine
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.__name__ not in RARE], ids=name_of)
 def test_fault_is_found_by_what_is_drawn(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -1,4 +1,4 @@
-"""The memory of closed generations against one that never forgets."""
+"""The memory of closed generations, compared with one that never forgets."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ def test_the_oldest_results_are_forgotten_first(ended: list[int], limit: int) ->
 
 
 def test_an_open_generation_older_than_a_forgotten_one_counts_as_closed() -> None:
-    """So whoever asks must look among what is open first."""
+    """Callers must therefore look among the open generations first."""
     closed: ClosedGenerations[str] = ClosedGenerations(1)
     closed.close(5, "ended")
     assert 3 not in closed

@@ -1,4 +1,4 @@
-"""What a core says about itself to whoever watches it."""
+"""The counts that a core reports for monitoring."""
 
 from kvflow.config import Limits
 from kvflow.state import events as ev

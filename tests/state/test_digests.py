@@ -1,4 +1,4 @@
-"""Digests in the core: asked for in the grant, carried by notices, compared before success."""
+"""Digests in the core: requested by the grant, carried by notices, compared before success."""
 
 import pytest
 
@@ -20,7 +20,7 @@ REQUEST = request(GENERATION, digest=True)
 
 
 def notices(core: DecodeDriver, effects: list[DecodeEffect], *rooms: PeerId) -> list[DecodeEffect]:
-    """Everything that some ranks send, in one notice each."""
+    """Deliver everything that some ranks send, in one notice each."""
     grants = {to: message for to, message in messages(effects, Grant) if isinstance(message, Grant)}
     found: list[DecodeEffect] = []
     for sender in rooms:
@@ -52,7 +52,7 @@ def granted(core: DecodeDriver) -> list[DecodeEffect]:
 
 @pytest.fixture
 def verifying(core: DecodeDriver, granted: list[DecodeEffect]) -> DecodeDriver:
-    """Everything has arrived, and is being compared."""
+    """A core that has received everything, and is comparing digests."""
     notices(core, granted, PREFILL, OTHER)
     return core
 

@@ -1,4 +1,4 @@
-"""Messages of what is over: never obeyed, answered as often as they come, however many transfers lie between."""
+"""Late messages are never obeyed, and are answered each time, however many transfers lie between."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def prefill() -> PrefillDriver:
 
 
 def answer(prefill: PrefillDriver, asked: Grant, sender: PeerId = DECODE) -> Failed | None:
-    """What a prefill rank says to a grant, if it only says something."""
+    """Return the Failed with which a prefill rank answers a grant; None if it accepts."""
     effects = [effect for effect in prefill.hear(sender, asked) if not isinstance(effect, ReportGranted)]
     if not effects:
         return None
@@ -67,13 +67,13 @@ def cancel(prefill: PrefillDriver, generation: int, room: int = ROOM) -> None:
 
 
 def forget_closed_generations(prefill: PrefillDriver) -> None:
-    """End more generations than a rank remembers."""
+    """Close more generations than a rank remembers."""
     for generation in range(2, 2 + MAX_CLOSED + 1):
         cancel(prefill, generation, room=8)
 
 
 def deliver(prefill: PrefillDriver) -> None:
-    """Everything from the open room to the Ack of the decode rank."""
+    """Run a transfer from the open room to the Ack of the decode rank."""
     prefill(WHOLE)
     end(prefill, 0)
     assert reports(prefill.hear(DECODE, Ack(room=ROOM, generation=1))) == [("success", "safe")]
@@ -140,7 +140,7 @@ def test_a_grant_older_than_anything_remembered_is_refused_and_not_obeyed(prefil
 
 
 def test_a_waiting_grant_is_not_refused_because_thousands_of_later_ones_are_over(prefill: PrefillDriver) -> None:
-    """A refusal would say that nothing can be written, and then the room would open and write."""
+    """A refusal would promise that nothing can be written, and then the room would open and write."""
     prefill.hear(DECODE, grant(generation=1))
     forget_closed_generations(prefill)
     assert answer(prefill, grant(generation=1)) is None
@@ -157,7 +157,7 @@ def test_an_open_delivery_is_not_refused_because_thousands_of_later_ones_are_ove
 
 
 def test_a_rank_that_sends_nothing_never_fails_a_transfer_that_outlives_its_memory() -> None:
-    """It is asked again and again until others have written everything, long after it has done its part."""
+    """The decode rank repeats its grant until all others have written, long after this rank has done its part."""
     prefill = PrefillDriver()
     prefill.connect(wants=False)
     prefill(ev.SendOpened(ROOM))
@@ -175,7 +175,7 @@ def test_connecting_again_forgets_no_ending(prefill: PrefillDriver) -> None:
 
 
 def test_connecting_anew_after_a_disconnection_forgets_no_ending(prefill: PrefillDriver) -> None:
-    """Its Drained has given the pages back, so that a grant that was overtaken must not be served."""
+    """Its Drained has released the pages, so a grant that it overtook must not be served."""
     cancel(prefill, 1)
     prefill.sleep(10.0)
     assert DECODE not in prefill.core.peers
@@ -240,7 +240,7 @@ def test_closed_generations_of_one_decode_rank_say_nothing_about_another(prefill
     assert answer(prefill, grant(), sender=other) is None
 
 
-# What else can be late ---------------------------------------------------------------------------------------------
+# Other late messages -----------------------------------------------------------------------------------------------
 
 
 def test_a_late_word_that_everything_was_received_is_no_anomaly(prefill: PrefillDriver) -> None:
@@ -273,7 +273,7 @@ def transfer(decode: DecodeDriver) -> Transfer:
 
 
 def finish(transfer: Transfer) -> Notice:
-    """Complete the transfer; give the last notice."""
+    """Complete the transfer, and return the last notice."""
     transfer.notice(PREFILL, 0, (0, 8), last=True)
     assert reports(transfer.notice(OTHER, 0, (0, 8), last=True)) == [("success", "safe")]
     return transfer.said
@@ -286,7 +286,7 @@ def test_a_notice_of_a_transfer_that_succeeded_is_answered_with_ack(transfer: Tr
 
 
 def test_a_notice_in_band_is_not_answered(transfer: Transfer) -> None:
-    """It says nothing that proves where it came from."""
+    """Nothing in an in-band notice proves where it came from."""
     assert transfer.core(ev.NoticeDelivered(finish(transfer))) == []
 
 

@@ -1,4 +1,4 @@
-"""Chunks that are streamed by layers, in the cores of both sides."""
+"""Chunks that are streamed layer by layer, in the cores of both sides."""
 
 import random
 from itertools import pairwise
@@ -18,7 +18,7 @@ from tests.support.small_routes import layout, small_pieces
 
 NUM_LAYERS = 4
 SIDE = layout(num_layers=NUM_LAYERS, head_bytes=1)
-"""A byte for each layer of a token."""
+"""One byte per layer of a token."""
 
 
 class Device:
@@ -44,7 +44,7 @@ def granted(least: int | None = 8, *, piece_bytes: int = 2**20) -> PrefillDriver
 def offer(
     core: PrefillDriver, layers: tuple[LayersReady, ...], tokens: tuple[int, int] = (0, 8), *, last: bool = True
 ) -> list[tuple[Piece, Device | None]]:
-    """Offer a chunk and let the device be ready whenever it is waited for; give each piece and what it waited for."""
+    """Offer a chunk, and answer each wait at once; return each piece and what it waited for."""
     metadata = b"m" if last else b""
     chunk = Chunk(tokens, {"kv": tokens}, layers=layers, last=last, metadata=metadata)
     effects, found = core(ev.ChunkOffered(ROOM, chunk)), []
@@ -115,7 +115,7 @@ class Receiving:
         return self.transfer.notice(PREFILL, seq, (start, stop), **(fields | changes))
 
     def take(self, parts: list[NoticeRange]) -> list[tuple[str, str]]:
-        """Take notices in order, the last one ending the transfer; give what was reported."""
+        """Deliver notices in order, the last of which ends the transfer; return the reports."""
         found = []
         for seq, part in enumerate(parts):
             found += reports(self.notice(seq, part, last=seq == len(parts) - 1))
@@ -169,7 +169,7 @@ def test_more_notices_than_layers_of_tokens_are_impossible() -> None:
 
 @st.composite
 def right_parts(draw: st.DrawFn) -> list[NoticeRange]:
-    """Notices that say everything was written."""
+    """Draw notices that cover everything."""
     edges = [0, *sorted(draw(st.sets(st.integers(1, 7), max_size=3))), 8]
     parts: list[NoticeRange] = []
     for tokens in pairwise(edges):
@@ -197,7 +197,7 @@ def test_a_right_set_succeeds_in_any_order_and_however_often_it_is_said(
 
 @given(right_parts(), st.data())
 def test_a_set_with_a_hole_never_succeeds(parts: list[NoticeRange], data: st.DataObject) -> None:
-    """Whichever notice is left out, whether its number is left out with it or not."""
+    """Any notice may be missing, with or without a gap in the numbers."""
     gone = data.draw(st.integers(0, len(parts) - 1))
     renumbers = data.draw(st.booleans())
     kept = [(seq, part) for seq, part in enumerate(parts) if seq != gone]

@@ -1,4 +1,4 @@
-"""Ranks that drain, say goodbye, break, restart or die; and what their peers make of it."""
+"""Ranks that drain, say goodbye, break, restart or die, and how their peers react."""
 
 import pytest
 from msgspec.structs import replace
@@ -106,7 +106,7 @@ def test_who_asks_a_draining_rank_for_a_new_room_is_told_at_once(prefill: Prefil
 
 
 def test_a_draining_rank_that_has_done_its_part_fails_nobody() -> None:
-    """It sends nothing, so its room is over, but the decode rank asks it again until the others are done."""
+    """It sends nothing, so its room is over, but the decode rank repeats its grant until the other ranks are done."""
     prefill = PrefillDriver()
     prefill.connect(wants=False)
     prefill(ev.SendOpened(ROOM))
@@ -181,7 +181,7 @@ def test_a_second_goodbye_changes_nothing(transfer: Transfer) -> None:
 
 
 def test_goodbye_fails_rooms_whose_grants_wait_when_they_are_opened(prefill: PrefillDriver) -> None:
-    """Nobody would ask for them, and the engine would hold their pages for `grant_s`."""
+    """No decode rank would ask for those rooms, and the engine would hold their pages for `grant_s`."""
     prefill.hear(DECODE, grant())
     prefill.hear(DECODE, Goodbye(peer=DECODE))
     assert len(prefill.core.rooms.waiting) == 0
@@ -199,7 +199,7 @@ def test_goodbye_leaves_nothing_of_a_room_that_is_never_opened(prefill: PrefillD
 
 
 def test_drained_with_a_reason_gives_the_reason(transfer: Transfer) -> None:
-    """The Failed that said it before was lost."""
+    """The Failed that gave the reason before was lost."""
     effects = transfer.core.hear(PREFILL, Drained(room=ROOM, generation=1, engine_rank=0, failure=BROKEN))
     assert {effect.failure for effect in effects if isinstance(effect, ReportReceiver)} == {BROKEN}
 
@@ -214,7 +214,7 @@ def test_drained_says_why(prefill: PrefillDriver) -> None:
     assert drained.failure == ABORTED
 
 
-# Lives that are over -------------------------------------------------------------------------------------------------
+# Ended processes -----------------------------------------------------------------------------------------------------
 
 
 def gone(transfer: Transfer) -> list[tuple[str, str]]:
@@ -257,7 +257,7 @@ def test_a_restart_of_a_rank_fails_what_the_former_incarnation_was_granted(trans
 
 
 def test_whoever_has_taken_the_port_of_another_proves_that_it_has_ended() -> None:
-    """The host gives a port to one process at a time."""
+    """A host gives a port to one process at a time."""
     core = DecodeDriver()
     core(request())
     core.connect(PREFILL)
@@ -269,7 +269,7 @@ def test_whoever_has_taken_the_port_of_another_proves_that_it_has_ended() -> Non
 
 
 def test_a_peer_with_no_lease_to_speak_of_does_not_stop_the_clock() -> None:
-    """Its deadlines must lie in the future however short the lease that it asks for."""
+    """Its deadlines must lie in the future, however short a lease it asks for."""
     core = PrefillDriver()
     core.connect(lease_s=1e-300)
     core(ev.SendOpened(ROOM))

@@ -1,4 +1,4 @@
-"""A peer is lost after a lease of silence, but not because this process did not look."""
+"""A peer is lost after a lease of silence, but not while this process was not running."""
 
 import itertools
 from collections.abc import Hashable
@@ -20,18 +20,18 @@ THIRD_S = 1.0
 
 @dataclass(frozen=True)
 class Sleep:
-    """A time in which this process does not run."""
+    """An interval in which this process does not run."""
 
     start: float
     end: float
 
     def wake(self, due: float) -> float:
-        """When something happens that is due at some time."""
+        """Return when something happens that is due at a given time."""
         return self.end if self.start <= due < self.end else due
 
 
 class Checked:
-    """A connected peer, and the timers that it is checked by."""
+    """A connected peer, and the timers of its checks."""
 
     def __init__(self) -> None:
         self.timers: Timers[Hashable] = Timers()
@@ -39,7 +39,7 @@ class Checked:
         self.peer.connected(LEASE_S, 0.0)
 
     def check(self, now: float, late_s: float) -> bool:
-        """Have it checked; say whether it is lost."""
+        """Check the peer; return whether it is lost."""
         self.timers.clear(LeaseCheck(PREFILL))
         return self.peer.check(now, late_s)
 
@@ -51,9 +51,9 @@ class Checked:
 
 
 def lost_at(checked: Checked, words: list[float], sleep: Sleep, end: float) -> float | None:
-    """Check as often as the timers say until it is lost; what is said during the sleep is read at its end.
+    """Return when the peer is lost, checking when the timers say; messages during the sleep are read at its end.
 
-    Its process ends with its last word, and the connection with it.
+    The peer's process and connection end with its last message.
     """
     heard = [sleep.wake(word) for word in words]
     while sleep.wake(due := checked.next_check) < end:
@@ -78,7 +78,7 @@ def test_it_is_lost_one_lease_after_its_last_word(pauses: list[float]) -> None:
 
 @given(start=st.floats(0.0, 6.0), length=st.floats(0.0, 20.0), offset=st.floats(0.05, 0.95))
 def test_a_sleep_of_both_loses_nobody(start: float, length: float, offset: float) -> None:
-    """Both may live in one process: nothing is said in the sleep, and something within a third of a lease after it."""
+    """Both may live in one process: no messages in the sleep, and one within a third of a lease after it."""
     sleep = Sleep(start, start + length)
     words = [offset + tick * THIRD_S for tick in range(40)]
     spoken = sorted({word for word in words if not sleep.start <= word < sleep.end} | {sleep.end + offset})

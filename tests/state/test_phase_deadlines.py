@@ -1,4 +1,4 @@
-"""Each phase of a transfer has its own deadline, on both sides."""
+"""Each phase of a transfer has a deadline of its own, on both sides."""
 
 from collections.abc import Sequence
 
@@ -152,7 +152,7 @@ def test_ended_rooms_leave_no_deadline(prefill: PrefillDriver) -> None:
     prefill(chunk(0, 8, last=True))
     prefill.pass_time(7)
     end(prefill, 0)
-    prefill.connect()  # a rank to which no write has ended has to connect anew
+    prefill.connect()  # a rank to which no write has ended must reconnect
     prefill.pass_time(1)
     assert prefill.core.is_idle
     fresh = PrefillDriver(TIMEOUTS)

@@ -1,4 +1,4 @@
-"""Pages in quarantine: counted, bounded, and given back by a proof or by an operator who takes the risk."""
+"""Quarantined pages are counted, bounded, and released by a proof or by an operator who takes the risk."""
 
 import pytest
 from hypothesis import given
@@ -68,7 +68,7 @@ def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int
 
 
 def open_and_quarantine(core: DecodeDriver, generation: int, room: int) -> None:
-    """Receive a room that its prefill rank, which lives, says nothing about any more."""
+    """Receive a room whose prefill rank lives, but does not answer about the room any more."""
     core(request(generation, room=room, footprint=ONE_PAGE))
     core(ev.ReceiveAborted(room, ABORTED))
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_what_is_released_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("key", [1, 2, 99])
 def test_only_what_is_in_quarantine_can_be_released(decode: DecodeDriver, key: int) -> None:
-    """Neither what is held, nor what is draining, nor what does not exist."""
+    """Neither held nor draining nor unknown pages can be released."""
     decode(request(1, room=1))
     decode(request(2, room=2))
     decode(ev.ReceiveAborted(2, ABORTED))
@@ -159,7 +159,7 @@ def test_a_release_does_not_touch_the_next_transfer_of_the_room(decode: DecodeDr
 
 @pytest.fixture
 def prefill() -> PrefillDriver:
-    """A room of which a write is in doubt."""
+    """A room with a write in doubt."""
     core = PrefillDriver(limits=Limits(quarantined_pages=3, posts_per_peer=1))
     core.connect()
     core(ev.SendOpened(ROOM))
@@ -188,7 +188,7 @@ def test_a_released_room_can_be_used_again(prefill: PrefillDriver) -> None:
 
 
 def test_releasing_source_pages_is_no_proof_for_the_decode_rank(prefill: PrefillDriver) -> None:
-    """The write may still land there: it hears Drained when the transport says so, and not from the operator."""
+    """The write may still land there, so Drained follows only the transport's proof."""
     prefill(ev.QuarantineReleased(ROOM))
     assert prefill.hear(DECODE, CANCEL) == []
     ((_, failed),) = messages(prefill.hear(DECODE, grant()), Failed)
@@ -252,7 +252,7 @@ def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None
         assert [receiver for receiver, _ in messages(end(core, 0, delivery(to)), Drained)] == [to]
 
 
-# What is missing ---------------------------------------------------------------------------------------------------
+# Missing proofs ----------------------------------------------------------------------------------------------------
 
 
 GONE = ev.ProbeFinished(PREFILL, is_gone=True)

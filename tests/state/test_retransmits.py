@@ -1,4 +1,4 @@
-"""What may have been missed is retransmitted, less and less often, until it is answered."""
+"""Messages that may have been lost are retransmitted at growing intervals until they are answered."""
 
 import pytest
 from msgspec.structs import replace
@@ -38,13 +38,13 @@ from tests.support.sending import chunk, end
 OTHER = peer("prefill", 1)
 TIMEOUTS = Timeouts(lease_s=3.0, drain_s=5.0)
 STEP_S = 0.5
-"""Less than the pause between two words, and less than the lease."""
+"""Less than the shortest retransmission interval, and less than the lease."""
 
 
 def said_at(
     core: DecodeDriver, others: list[PeerId], kind: type[Message], seconds: float
 ) -> list[tuple[float, PeerId]]:
-    """When and to whom a core says something, while its peers show that they live."""
+    """Return when and to whom a core sends messages of a kind, while its peers keep answering."""
     begin, said = core.now, []
     while core.now < begin + seconds:
         for other in others:
@@ -107,7 +107,7 @@ def test_a_repeated_grant_is_the_same_but_for_the_time_that_is_left(transfer: Tr
 
 
 def test_ranks_that_send_nothing_are_asked_again_while_others_have_not_sent_everything(core: DecodeDriver) -> None:
-    """A prefill room waits for the grant of every decode rank, also of those to which it sends nothing."""
+    """A prefill room waits for the grants of all decode ranks, even of those to which it sends nothing."""
     core(request())
     core.connect(PREFILL, OTHER, silent=[OTHER])
     ((_, first), (_, second)) = messages(core.sleep(1.0), Grant)
@@ -139,7 +139,7 @@ def test_a_cancel_is_retransmitted_until_it_is_answered(transfer: Transfer) -> N
 
 
 def test_the_first_cancel_is_retransmitted_soon_however_long_the_transfer_has_waited(transfer: Transfer) -> None:
-    """The pause between grants has grown beyond the time to drain: a lost Cancel must not mean quarantine."""
+    """The interval between grants exceeds the drain time by then; a lost Cancel must not lead to quarantine."""
     said_at(transfer.core, [PREFILL, OTHER], Grant, 30.0)
     transfer.core(ev.ReceiveAborted(ROOM, ABORTED))
     assert times(said_at(transfer.core, [PREFILL, OTHER], Cancel, 4.0), PREFILL) == [1.0, 3.0]
@@ -205,7 +205,7 @@ def test_a_reconnection_asks_for_nothing_that_is_proved_or_may_still_succeed(tra
 
 
 def test_an_instance_of_which_proofs_are_awaited_is_looked_up_though_nobody_opens_a_room(transfer: Transfer) -> None:
-    """It has forgotten this rank, or been restarted. A full quarantine admits no room that would ask for it."""
+    """The instance may have forgotten this rank, and a full quarantine admits no room that would look it up."""
     core = transfer.core
     core.hear(PREFILL, Refuse(peer=PREFILL, to=None, detail="handshake required"))
     effects = core.sleep(60.0)
@@ -230,7 +230,7 @@ def test_a_room_that_is_opened_meanwhile_waits_for_the_handshake(transfer: Trans
 
 @pytest.fixture
 def written() -> PrefillDriver:
-    """Everything is written in two chunks, and the decode rank says nothing."""
+    """Everything is written in two chunks, and the decode rank does not answer."""
     core = PrefillDriver(TIMEOUTS)
     core.connect()
     core(ev.SendOpened(ROOM))
@@ -258,7 +258,7 @@ def test_nothing_is_retransmitted_once_the_decode_rank_knows(written: PrefillDri
 
 
 def test_a_repeated_grant_of_an_unanswered_delivery_is_answered_with_its_notices(written: PrefillDriver) -> None:
-    """The decode rank asks again because it has missed them."""
+    """The decode rank repeats its grant because it missed the notices."""
     assert len(messages(written.hear(DECODE, grant()), Notice)) == 2
 
 
@@ -293,7 +293,7 @@ def test_retransmitting_ends_with_the_deadline_of_the_transfer(written: PrefillD
 
 
 def test_lost_notices_cost_a_pause_and_not_the_transfer(transfer: Transfer, written: PrefillDriver) -> None:
-    """Both sides together: the repeated notices are what the decode rank would have counted the first time."""
+    """Both sides together: the decode rank counts the repeated notices as if they were the first."""
     transfer.notice(OTHER, 0, (0, 8), last=True)
     token = transfer.grants[PREFILL].token
     effects: list[DecodeEffect] = []

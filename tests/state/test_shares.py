@@ -1,4 +1,4 @@
-"""Shares of what there is only so much of."""
+"""Shares of limited resources."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The tables are total, and say what the theory above them says."""
+"""The tables are total, and agree with the theory above them."""
 
 import enum
 import itertools

@@ -1,4 +1,4 @@
-"""The heap of timers against a dictionary."""
+"""The heap of timers, compared with a dictionary."""
 
 from hypothesis import given
 from hypothesis import strategies as st

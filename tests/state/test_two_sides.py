@@ -1,9 +1,9 @@
 """Real cores of both sides and an adversary between them.
 
 The adversary drops, repeats and reorders messages, breaks connections, lets time pass, ends writes well, badly or not
-at all, answers late or with what was true before, kills prefill processes, and releases quarantines. Engines give up
-when it likes. After every step the promises are checked against what was really written; and when the adversary stops,
-everything ends.
+at all, answers late or with outdated facts, kills prefill processes, and releases quarantines. Engines abort when it
+wants. After every step the promises are checked against the actual writes; and when the adversary stops, everything
+ends.
 """
 
 from hypothesis import HealthCheck, settings
@@ -18,7 +18,7 @@ from tests.support.two_sides import BROKEN, DECODE, NUM_TOKENS, World
 
 MAX_RESTARTS = 2
 PATIENCE_S = 200
-"""Longer than every deadline one after another."""
+"""Longer than all deadlines in a row."""
 
 pick = st.integers(0, 1_000_000)
 ranges = st.tuples(st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS)).map(lambda ends: (min(ends), max(ends)))
@@ -27,7 +27,7 @@ requests = st.one_of(*[ranges] * 3, *[everything] * 4, st.just((0, NUM_TOKENS + 
 
 
 class TwoSides(RuleBasedStateMachine):
-    """What may happen next."""
+    """The steps that the adversary may take."""
 
     world: World
 
@@ -35,7 +35,7 @@ class TwoSides(RuleBasedStateMachine):
     def build(self, first: tuple[int, int], second: tuple[int, int], holding: tuple[bool, bool]) -> None:
         self.world = World(dict(zip(DECODE, (first, second), strict=True)), holding)
 
-    # What engines and operators do ---------------------------------------------------------------------------------
+    # Engines and operators -----------------------------------------------------------------------------------------
 
     @rule(which=pick)
     def open_sender(self, which: int) -> None:
@@ -51,7 +51,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(which=pick)
     def begin(self, which: int) -> None:
-        """What a router does: everybody starts, and the handshakes succeed."""
+        """Do what a router does: open everything, and let the handshakes succeed."""
         for rank in self.world.prefill:
             self.world.open_sender(rank)
             self.world.compute(rank, 1 + which % NUM_TOKENS)
@@ -61,14 +61,14 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(which=pick)
     def abort_or_release(self, which: int) -> None:
-        """Rarely, or nothing would ever succeed."""
+        """Abort or release a room, rarely enough that some succeed."""
         rank = self.world.alive()[which // 8 % 4]
         if which % 8 == 0:
             self.world.abort(rank)
         elif which % 8 < 4:
             self.world.release(rank)
 
-    # What the network does -----------------------------------------------------------------------------------------
+    # The network ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.busy())
     @rule(which=pick, place=pick, keep=st.sampled_from([False, False, True]))
@@ -97,7 +97,7 @@ class TwoSides(RuleBasedStateMachine):
     @precondition(lambda self: self.world.connections)
     @rule(which=pick)
     def break_connection(self, which: int) -> None:
-        """Rarely, or nothing would ever succeed."""
+        """Break a connection, rarely enough that some transfers succeed."""
         connections = list(self.world.connections)
         if which % 4 == 0:
             self.world.break_connection(connections[which // 4 % len(connections)])
@@ -130,12 +130,12 @@ class TwoSides(RuleBasedStateMachine):
         probes = list(self.world.probes)
         self.world.answer_probe(probes[which % len(probes)])
 
-    # What transports, processes and clocks do ----------------------------------------------------------------------
+    # Transports, processes and clocks ------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.plans)
     @rule(which=pick)
     def finish_plan(self, which: int) -> None:
-        """Rarely one fails."""
+        """Finish a plan, rarely with a failure."""
         plans = list(self.world.plans)
         self.world.finish_plan(plans[which // 8 % len(plans)], BROKEN if which % 8 == 0 else None)
 
@@ -147,7 +147,7 @@ class TwoSides(RuleBasedStateMachine):
     @precondition(lambda self: self.world.plans or self.world.posts)
     @rule()
     def work(self) -> None:
-        """What is done beside the event loops ends well."""
+        """Let all plans and posts end well."""
         self.world.work()
 
     @precondition(lambda self: len(self.world.dead) < MAX_RESTARTS)
@@ -162,7 +162,7 @@ class TwoSides(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 8))
     def pass_time_with_messages(self, seconds: int) -> None:
-        """Writes and plans stay as they are."""
+        """Deliver messages while writes and plans stay as they are."""
         for _ in range(seconds):
             self.world.pass_time(1.0)
             for ends in self.world.busy():
@@ -170,7 +170,7 @@ class TwoSides(RuleBasedStateMachine):
                     if self.world.wires[ends]:
                         self.world.deliver(ends)
 
-    # What must hold ------------------------------------------------------------------------------------------------
+    # Invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def no_write_is_under_way_to_or_from_pages_that_were_given_back(self) -> None:
@@ -199,7 +199,7 @@ class TwoSides(RuleBasedStateMachine):
                 assert {self.world.outcome.get(transfer) for transfer in served.items()} == {"success"}
 
     def teardown(self) -> None:
-        """When the adversary stops, everything ends by itself, but for an engine that never finishes its prompt."""
+        """Check that everything ends once the adversary stops, except an engine that never finishes its prompt."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -219,12 +219,12 @@ class TwoSides(RuleBasedStateMachine):
         for rank in world.alive():
             driver = world.driver(rank)
             assert left_open(driver) == 0
-            most = 3 * (len(driver.core.peers) + len(world.prefill)) + 1  # a handshake may still go on
+            most = 3 * (len(driver.core.peers) + len(world.prefill)) + 1  # a handshake may still be running
             assert len(driver.core.timers) <= most, "only peers, hellos and a lookup have timers"
 
 
 def left_open(driver: PrefillDriver | DecodeDriver) -> int:
-    """How much a core still waits for."""
+    """Return how many things a core still waits for."""
     core = driver.core
     count = len(core.rooms.rooms) + len(core.quarantine)
     if isinstance(core, PrefillCore):

@@ -1,4 +1,4 @@
-"""Transports with one fault each, and the suite on each of them: not collected, but run by `test_suite.py`."""
+"""Transports with one fault each, and the contract suite on each; not collected, but run by `test_suite.py`."""
 
 import asyncio
 import functools
@@ -25,11 +25,11 @@ class Contract(BackendContract):
 
 
 class TestNothingIsWrong(Contract):
-    timeout_s = BackendContract.timeout_s  # nothing waits in vain
+    timeout_s = BackendContract.timeout_s  # no test waits in vain
 
 
 class Altering(MemoryBackend):
-    """Delivers something else than what has happened."""
+    """Base of transports that deliver wrong events."""
 
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
@@ -41,7 +41,7 @@ class Altering(MemoryBackend):
         await super().open(agent_name, alter, on_broken)
 
     def alter(self, events: Sequence[BackendEvent]) -> Sequence[BackendEvent]:
-        """Return what is delivered instead."""
+        """Return the events to deliver instead."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class EndsBeforeItHasRead(MemoryBackend):
 
 
 class CallsBack(MemoryBackend):
-    """Delivers the end of a post in its own way."""
+    """Base of transports that deliver events in an unusual way."""
 
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
@@ -99,7 +99,7 @@ class CallsBack(MemoryBackend):
         await super().open(agent_name, call_back, on_broken)
 
     def call_back(self, deliver: Callable[[], None]) -> None:
-        """Have events delivered."""
+        """Deliver the events."""
         raise NotImplementedError
 
 
@@ -212,7 +212,7 @@ class ViewsACopy(MemoryBackend):
 
 
 class TellsErrorsLast(Altering):
-    """Tells what has failed behind what has ended well later, which is no fault."""
+    """Delivers failures after later successes, which is allowed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The contract suite finds what it is there to find."""
+"""The contract suite finds the faults that it is meant to find."""
 
 import functools
 import subprocess
@@ -36,12 +36,12 @@ FINDS: Final = {
 """Which test finds which fault."""
 
 ALLOWED: Final = {"TestTellsErrorsLast": "test_a_target_that_closes_does_not_hold_up_other_peers"}
-"""What is no fault, and the test that must not take it for one."""
+"""Behaviour that is allowed, and the test that must accept it."""
 
 
 @functools.cache
 def outcomes() -> dict[tuple[str, str], set[str]]:
-    """How tests have ended ("PASSED", "FAILED", ...), by class and name; parametrised ones may end in several ways."""
+    """Return the outcomes ("PASSED", "FAILED", ...) by class and test; a parametrised test may have several."""
     pairs = [*FINDS.items(), *ALLOWED.items(), *(("TestNothingIsWrong", test) for test in FINDS.values())]
     nodes = [f"{FILE}::{suite}::{test}" for suite, test in dict.fromkeys(pairs)]
     command = [sys.executable, "-m", "pytest", "-rA", "--tb=no", "-p", "no:cacheprovider", *nodes]

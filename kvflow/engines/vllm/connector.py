@@ -252,10 +252,12 @@ def _refuse_unserved(parallel: Any, options: Options) -> None:
     Raises:
         ConfigError: The configuration is not supported; the error names what is not.
     """
+    # vLLM sets the size to 1 in the engines of dense models, which are independent; their index remains.
+    is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
     unserved = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "mooncake_port with data parallelism": parallel.data_parallel_size > 1 and options.mooncake_port is not None,
+        "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:

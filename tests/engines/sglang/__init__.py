@@ -1,1 +1,1 @@
-"""The adapter of SGLang, driven by SGLang's own code."""
+"""Tests of the SGLang adapter, driven by SGLang's own code."""

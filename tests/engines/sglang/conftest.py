@@ -1,4 +1,4 @@
-"""What the tests with SGLang's own code have in common."""
+"""Fixtures of the tests with SGLang's own code."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -18,6 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Deployment]:
-    """A prefill and a decode process over NIXL."""
+    """Start a prefill and a decode process over NIXL."""
     with deployment({"backend": "nixl"}) as started:
         yield started

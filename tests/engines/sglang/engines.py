@@ -1,4 +1,4 @@
-"""Engines: schedulers that go on by themselves, with checksums of pages in place of what a model would generate."""
+"""Engines: schedulers that run by themselves, and return checksums of pages in place of generated tokens."""
 
 import zlib
 from typing import Any, Final
@@ -15,7 +15,7 @@ CHUNK: Final = 32
 
 
 class Engine(Scheduler):
-    """What both roles have in common."""
+    """Common base of both roles."""
 
     def __init__(self, *arguments: Any) -> None:
         self.prompts: dict[int, list[int]] = {}
@@ -26,25 +26,25 @@ class Engine(Scheduler):
         return _checksum(torch.tensor(self.prompts[room]))
 
     def used_pages(self) -> int:
-        """Count pages that are not free."""
+        """Return the number of pages that are not free."""
         used: int = self.free - self.allocator.available_size()
         return used // self.model.page
 
 
 class PrefillEngine(Engine, PrefillScheduler):
-    """Prefill: what was bootstrapped is computed, and sent in chunks, one in each step."""
+    """Computes each bootstrapped request, and sends one chunk of it per step."""
 
     def _release(self, request: Any, *_: Any, **__: Any) -> None:
         super()._release(request)
         self.mixed.req_to_token_pool.free(request)
 
     def serve(self, room: int, prompt: list[int]) -> None:
-        """Let a request arrive."""
+        """Add a request."""
         self.prompts[room], self.waiting[room] = prompt, 0
         self.add(room, len(prompt))
 
     def refuse_next(self) -> None:
-        """Find the next prompt too long."""
+        """Treat the next prompt as too long."""
         length, self.queue.max_input_len = self.queue.max_input_len, 0
         add = self.queue.add
 
@@ -83,7 +83,7 @@ class PrefillEngine(Engine, PrefillScheduler):
 
 
 class DecodeEngine(Engine, DecodeScheduler):
-    """Decode: what has arrived is read, and its pages are free again."""
+    """Reads each request that has arrived, and frees its pages."""
 
     def __init__(self, *arguments: Any) -> None:
         self.results: dict[int, list[int] | str] = {}
@@ -96,17 +96,17 @@ class DecodeEngine(Engine, DecodeScheduler):
             self.queue.req_to_token_pool.free(request)
 
     def serve(self, room: int, prompt: list[int], max_tokens: int | None) -> None:
-        """Let a request arrive."""
+        """Add a request."""
         self.prompts[room], self.waiting[room] = prompt, max_tokens or 1_000
         self.add(room, len(prompt))
 
     def reference(self, prompt: list[int]) -> list[int]:
-        """Return what comes of a prompt."""
+        """Return the expected tokens for a prompt."""
         seed, shape = 1_000 * _checksum(torch.tensor(prompt)), (len(prompt), self.model.heads, self.model.dim)
         return [FIRST_TOKEN, *(_checksum(content(seed + part, *shape)) for part in range(2 * self.model.layers))]
 
     def result(self, room: int) -> list[int] | str | None:
-        """Return the tokens, or why there are none, once one or the other is known."""
+        """Return the tokens of a room or its failure; None while it is pending."""
         return self.results.get(room)
 
     def spoil(self) -> None:

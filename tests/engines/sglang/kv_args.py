@@ -1,4 +1,4 @@
-"""Pointer lists as SGLang keeps them, of pools that nobody touches."""
+"""Pointer lists as SGLang keeps them, with invented addresses that are never read."""
 
 from types import SimpleNamespace
 from typing import Any, Final
@@ -10,20 +10,20 @@ SLOTS: Final = 8
 
 
 def lists(count: int, item: int, first: int) -> tuple[list[int], list[int], list[int]]:
-    """Return addresses, lengths and items of buffers that follow each other."""
+    """Return addresses, lengths and item lengths of adjacent buffers."""
     length = item * SLOTS
     return [first + number * length for number in range(count)], [length] * count, [item] * count
 
 
 def kv_args(layers: int = 4, heads: int = 8, *, draft: int = 0, groups: int = 2, **more: Any) -> Any:
-    """Return `KVArgs` of a rank.
+    """Return the `KVArgs` of a rank.
 
     Args:
-        layers: That it holds.
-        heads: That it holds, of 128 bytes.
+        layers: Layers that the rank holds.
+        heads: KV heads that it holds, 128 bytes each.
         draft: Layers of a draft model.
         groups: 2 for K and V, 1 for latents.
-        **more: Other attributes.
+        **more: Other attributes of `KVArgs`.
     """
     addresses, lengths, items = lists(groups * (layers + draft), PAGE * heads * 128, first=1 << 20)
     args = SimpleNamespace(
@@ -47,7 +47,7 @@ def kv_args(layers: int = 4, heads: int = 8, *, draft: int = 0, groups: int = 2,
 
 
 def with_state(args: Any, kind: str, items: list[int], **more: list[Any]) -> Any:
-    """Add a state whose buffers have these items, and what SGLang says about each of them."""
+    """Add a state whose buffers have these item lengths, and SGLang's attributes for each buffer."""
     number = len(args.state_types)
     args.state_types.append(kind)
     buffers = [lists(1, item, first=(64 + number) * (1 << 20) + place * (1 << 16)) for place, item in enumerate(items)]

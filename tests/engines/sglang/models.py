@@ -1,7 +1,7 @@
-"""Small models: SGLang's own pools, and the logical content of a request, the same in every process.
+"""Small models: SGLang's own pools, and the content of a request, which is the same in every process.
 
-A model makes the pools of each rank, writes the shard of that rank into pages of the request, and compares. Pages are
-chosen at random on each side. Whatever is not part of a request must stay as it was.
+A model creates the pools of each rank, writes that rank's shard into the pages of a request, and compares. Each side
+chooses pages at random. Bytes that are not part of a request must not change.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ UNTOUCHED: Final = 0xEE
 
 
 class Rank(NamedTuple):
-    """Which rank a pool is of; with data parallelism, of attention or of replicas, which one of them."""
+    """A rank; with data parallelism, of attention or of replicas, also which of them."""
 
     tp_size: int
     tp_rank: int
@@ -33,12 +33,12 @@ class Rank(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Where a request is in the pools of a side.
+    """The places of a request in the pools of a side.
 
     Attributes:
-        pages: Of its tokens behind the prefix.
-        window: Of a sliding window.
-        slot: Of a recurrent state.
+        pages: Pages of the tokens behind the prefix.
+        window: Pages of a sliding window.
+        slot: Slot of a recurrent state.
     """
 
     pages: Any
@@ -47,32 +47,32 @@ class Held(NamedTuple):
 
 
 def content(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return random bytes, the same for the same seed and shape."""
+    """Return random bytes, determined by seed and shape."""
     count = int(np.prod(shape)) * dtype.itemsize
     data = np.random.default_rng([seed, *shape]).integers(0, 256, count, np.uint8)
     return torch.from_numpy(data).view(dtype).view(*shape)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare bytes."""
+    """Return whether two tensors have the same bytes."""
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 def share(total: int, rank: Rank) -> slice:
-    """Return the heads that a rank holds."""
+    """Return the slice of heads that a rank holds."""
     each, copies = max(1, total // rank.tp_size), max(1, rank.tp_size // total)
     start = rank.tp_rank // copies * each
     return slice(start, start + each)
 
 
 class Model:
-    """K and V of ordinary attention; others override what differs.
+    """K and V of ordinary attention; subclasses override what differs.
 
     Args:
         heads: KV heads.
-        dim: Of a head.
-        layers: Of the model.
-        page: Tokens of a page.
+        dim: Dimension of a head.
+        layers: Layers of the model.
+        page: Tokens per page.
         draft: Sides that have a draft layer.
     """
 
@@ -87,12 +87,12 @@ class Model:
         return range(stage * self.layers // stages, (stage + 1) * self.layers // stages)
 
     def pool(self, rank: Rank) -> Any:
-        """Make the pool of a rank."""
+        """Create the pool of a rank."""
         layers = self.span(rank)
         return self._attention(rank, len(layers), layers.start)
 
     def draft(self, side: str, rank: Rank) -> Any:
-        """Make the pool of the draft model, if this side has one."""
+        """Create the pool of the draft model, if this side has one."""
         return self._attention(rank, 1, 0) if side in self.draft_sides else None
 
     def _attention(self, rank: Rank, layers: int, start: int) -> Any:
@@ -110,7 +110,7 @@ class Model:
         )
 
     def rows(self, held: Any, tokens: int, start: int) -> torch.Tensor:
-        """Return the places of tokens in a pool."""
+        """Return the indices of tokens in a pool."""
         places = (np.asarray(held, np.int64)[:, None] * self.page + np.arange(self.page)).reshape(-1)
         return torch.as_tensor(places[: tokens - start])
 
@@ -119,7 +119,7 @@ class Model:
         return prefix
 
     def state_indices(self, held: Held) -> Any:
-        """Return what SGLang calls `state_indices`."""
+        """Return SGLang's `state_indices`."""
         return None
 
     def cells(
@@ -138,17 +138,17 @@ class Model:
         return content(seed, tokens, self.heads, self.dim)[start:, share(self.heads, rank)]
 
     def write(self, *request: Any) -> None:
-        """Put the content into the pools of a rank."""
+        """Write the content into the pools of a rank."""
         for tensor, index, data in self.cells(*request):
             tensor[index] = data
 
     def blank(self, *request: Any) -> None:
-        """Fill the tensors with what must not change."""
+        """Fill the tensors with a marker."""
         for tensor, _, _ in self.cells(*request):
             tensor.view(torch.uint8).fill_(UNTOUCHED)
 
     def differences(self, *request: Any) -> list[str]:
-        """Return which tensors do not hold the content, or hold more than that (but for the rest of a last page)."""
+        """Return the tensors whose content is wrong, or that changed elsewhere (except in the rest of a last page)."""
         found = []
         for number, (tensor, index, data) in enumerate(self.cells(*request)):
             if not same(tensor[index], data):
@@ -164,7 +164,7 @@ class Model:
 
 
 class Latent(Model):
-    """MLA, with DSA's index if wanted."""
+    """MLA, optionally with DSA's index."""
 
     is_mla = True
 
@@ -207,7 +207,7 @@ class Latent(Model):
 
 
 class Window(Model):
-    """Layers with a sliding window between others."""
+    """A mix of layers with a sliding window and layers with full attention."""
 
     size = 64
 
@@ -248,7 +248,7 @@ class Window(Model):
 
 
 class Recurrent(Model):
-    """Three layers with recurrent states and one of attention: gated delta net, or Kimi's with rows outside."""
+    """Three layers with recurrent states and one with attention: gated delta net, or Kimi's with rows outside."""
 
     def __init__(self, *, kimi: bool = False) -> None:
         super().__init__(heads=2, dim=256)

@@ -1,4 +1,4 @@
-"""The two processes of a deployment, and what they are told."""
+"""The two processes of a deployment, and the commands that they receive."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[3]
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -29,8 +29,8 @@ class Process:
 
     Args:
         mode: "prefill" or "decode".
-        settings: Of the adapter.
-        environment: Further variables.
+        settings: Settings of the adapter.
+        environment: More environment variables.
     """
 
     def __init__(self, mode: str, settings: dict[str, Any], environment: dict[str, str]) -> None:
@@ -45,7 +45,7 @@ class Process:
         )
 
     def tell(self, do: str, **arguments: Any) -> Any:
-        """Have something done, and give what came of it."""
+        """Send a command, and return its result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -55,11 +55,11 @@ class Process:
         return answer["result"]
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -68,9 +68,9 @@ class Deployment:
     """A prefill and a decode process.
 
     Attributes:
-        prefill: One.
-        decode: The other.
-        port: Of the bootstrap server, once there are schedulers.
+        prefill: The prefill process.
+        decode: The decode process.
+        port: Port of the bootstrap server, once there are schedulers.
     """
 
     def __init__(self, prefill: Process, decode: Process) -> None:
@@ -79,13 +79,13 @@ class Deployment:
         self._rooms = iter(range(1, 1_000_000))
 
     def open(self, name: str, prefill: dict[str, int], decode: dict[str, int]) -> None:
-        """Make both sides of a model."""
+        """Create both sides of a model."""
         port = free_port()
         self.prefill.tell("open", name=name, port=port, **prefill)
         self.decode.tell("open", name=name, port=port, **decode)
 
     def start(self) -> None:
-        """Make both schedulers."""
+        """Create both schedulers."""
         self.port = free_port()
         self.prefill.tell("start", port=self.port)
         self.decode.tell("start", port=self.port)
@@ -97,18 +97,18 @@ class Deployment:
         self.prefill.tell("start", port=self.port)
 
     def room(self) -> int:
-        """Return a room that was not used before."""
+        """Return an unused room."""
         return next(self._rooms)
 
     def both(self, do: str, **arguments: Any) -> tuple[Any, Any]:
-        """Have both do something at the same time."""
+        """Send a command to both processes at the same time, and return both results."""
         doing = [self._threads.submit(one.tell, do, **arguments) for one in (self.prefill, self.decode)]
         return doing[0].result(), doing[1].result()
 
 
 @contextmanager
 def deployment(settings: dict[str, Any], **environment: str) -> Iterator[Deployment]:
-    """Start the two processes, and end them."""
+    """Start both processes, and end them on exit."""
     made = Deployment(*(Process(mode, settings, environment) for mode in ("prefill", "decode")))
     try:
         yield made

@@ -1,6 +1,6 @@
-"""Schedulers of SGLang as far as transfers go: its own queues, pools, allocators and requests, without a model.
+"""The parts of SGLang's schedulers that transfers use: its own queues, pools, allocators and requests, without a model.
 
-Queues are made by their own constructors, which make the manager. What they ask of the rest of a scheduler is a stub.
+The queues' own constructors create the manager. Everything else that they need from a scheduler is a stub.
 """
 
 import functools
@@ -47,26 +47,26 @@ LONGEST: Final = 512
 
 
 class Forward:
-    """Stands for a `torch.cuda.Event` of a forward pass, which ends when the test says so."""
+    """A fake `torch.cuda.Event` of a forward pass, which ends when the test says so."""
 
     def __init__(self) -> None:
         self._is_over = threading.Event()
 
     def end(self) -> None:
-        """Be done."""
+        """End the forward pass."""
         self._is_over.set()
 
     def synchronize(self) -> None:
-        """Wait for its end."""
+        """Wait until the forward pass has ended."""
         self._is_over.wait(20)
 
 
 class Group(sides.Group):
-    """A group of ranks, each in a process of its own: its collectives, and objects from one to the next.
+    """A group of ranks in processes of their own, with collectives and point-to-point messages.
 
     Args:
-        rank: This one.
-        cpu_group: Of torch.
+        rank: Number of this rank.
+        cpu_group: Its torch process group.
     """
 
     def __init__(self, rank: int, cpu_group: Any) -> None:
@@ -75,36 +75,36 @@ class Group(sides.Group):
         self.is_last_rank = rank == distributed.get_world_size(cpu_group) - 1
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Return what the first rank says."""
+        """Return the value of rank `src`."""
         said = [value]
         if distributed.get_world_size(self.cpu_group) > 1:
             distributed.broadcast_object_list(said, src=src)
         return said[0]
 
     def send_object(self, value: Any, dst: int, **_: Any) -> list[Any]:
-        """Send something to another rank; nothing is left to wait for."""
+        """Send an object to another rank; blocks, so there is nothing left to wait for."""
         distributed.send_object_list([value], dst=dst)
         return []
 
     def recv_object(self, src: int, **_: Any) -> Any:
-        """Wait for what another rank sends."""
+        """Receive an object from another rank."""
         said = [None]
         distributed.recv_object_list(said, src=src)
         return said[0]
 
     def agree(self, values: list[str]) -> list[str]:
-        """Return what all ranks have in their lists."""
+        """Return the values that all ranks have in their lists."""
         lists: list[list[str]] = [[] for _ in range(distributed.get_world_size(self.cpu_group))]
         distributed.all_gather_object(lists, values, group=self.cpu_group)
         return [value for value in values if all(value in one for one in lists)]
 
 
 def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
-    """Make the groups of the ranks that share the heads and of the pipeline stages, one of which is this rank alone.
+    """Create the tensor-parallel and the pipeline group of a rank; one of them holds this rank alone.
 
     Args:
-        rank: This one.
-        store: File where ranks find each other; one rank needs none.
+        rank: This rank.
+        store: File through which ranks find each other; a single rank needs none.
     """
     size, number = rank.tp_size * rank.pp_size * rank.dp_size * rank.replicas, sum(rank[1::2])
     if not distributed.is_initialized():
@@ -118,11 +118,11 @@ def make_groups(rank: Rank, store: str) -> tuple[Group, Group]:
 
 
 class Scheduler:
-    """What both roles have in common.
+    """Common base of both roles.
 
     Args:
-        port: Of the bootstrap server.
-        rank: Which one; others are processes, too.
+        port: Port of the bootstrap server.
+        rank: This rank; each other rank is a process of its own.
         store: See `make_groups`.
     """
 
@@ -149,7 +149,7 @@ class Scheduler:
         self.scheduler = self._scheduler()
 
     def _scheduler(self) -> Any:
-        """Return what the queues ask of the rest of a scheduler."""
+        """Return the attributes of a scheduler that the queues need."""
         configuration = SimpleNamespace(
             num_hidden_layers=self.model.layers,
             get_total_num_kv_heads=lambda: self.model.heads,
@@ -197,7 +197,7 @@ class Scheduler:
         return made
 
     def cells(self, room: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return what is in the pool of a request, and what should be."""
+        """Return tensor, index and expected content for each buffer of a request."""
         found = self.table()[self.requests[room].kv.req_pool_idx, :tokens].long()
         pairs = []
         for layer, number in enumerate(self.model.span(self.rank)):
@@ -207,19 +207,19 @@ class Scheduler:
         return pairs
 
     def seed(self, room: int) -> int:
-        """Return what the content of a request depends on."""
+        """Return the seed of a request's content."""
         return room
 
     def table(self) -> torch.Tensor:
-        """Return the table of the pool of requests."""
+        """Return the `req_to_token` table."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Do what the scheduler does in each of its steps."""
+        """Run one step of the scheduler."""
         raise NotImplementedError
 
     def until(self, condition: Callable[[], object], timeout_s: float = 20) -> bool:
-        """Go on with steps until something is so."""
+        """Run steps until a condition holds; return whether it did within the timeout."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.step()
@@ -229,22 +229,22 @@ class Scheduler:
         return False
 
     def was_told(self, room: int) -> str:
-        """Return what the client of a request was told."""
+        """Return the error message that the client of a request received, or ""."""
         return next((message for rid, message in self.told if rid == self.requests[room].rid), "")
 
     def add_twin(self, room: int, tokens: int) -> None:
-        """Let another request of a room arrive; it is asked about by the negative number."""
+        """Add a second request of a room; queries name it by the negative room."""
         first = self.requests[room]
         self.add(room, tokens)
         self.requests[-room], self.requests[room] = self.requests[room], first
 
     def forget(self, room: int) -> None:
-        """Forget what was said about a request, whose room another one gets."""
+        """Forget the messages to a request's client, so that another request can use its room."""
         rid = self.requests.pop(room).rid
         self.told = [entry for entry in self.told if entry[0] != rid]
 
     def add(self, room: int, tokens: int) -> None:
-        """Let a request arrive."""
+        """Add a request."""
         raise NotImplementedError
 
     def end(self, room: int) -> Any:
@@ -252,16 +252,16 @@ class Scheduler:
         raise NotImplementedError
 
     def break_rank(self) -> None:
-        """Let the rank fail, as it does when something happens that no input should cause."""
+        """Break the rank as an internal error does, which no input should cause."""
         rank = self.manager.rank
         rank._portal.call(rank._rank._break, RuntimeError("on purpose"))
 
     def has_noticed_quarantine(self) -> bool:
-        """The manager knows of pages without a proof."""
+        """Return whether the manager has seen pages without a proof."""
         return bool(self.manager._quarantine._touched)
 
     def reminders(self) -> list[str]:
-        """Return what the manager says about such pages a minute later."""
+        """Return the log lines of the manager about such pages a minute later."""
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -273,19 +273,19 @@ class Scheduler:
         return lines
 
     def poll(self, room: int) -> int:
-        """Ask how a request stands, as the queues do."""
+        """Return the status of a request, as the queues do."""
         return int(self.end(room).poll())
 
     def clear(self, room: int) -> None:
-        """Let a request go, as the queues do at its end."""
+        """Clear a request, as the queues do at its end."""
         self.end(room).clear()
 
     def lose(self, room: int) -> None:
-        """Forget the status of a request, as if it had been cleared."""
+        """Drop the status of a request, as if it had been cleared."""
         self.manager.request_status.pop(room)
 
     def failure(self, room: int) -> tuple[str, bool]:
-        """Return why a request has failed, and whether another rank knows more."""
+        """Return why a request has failed, and whether the failure comes from another rank."""
         try:
             self.end(room).failure_exception()
         except KVTransferError as error:
@@ -293,23 +293,23 @@ class Scheduler:
         return "", False
 
     def release_memory(self) -> None:
-        """Let the memory of the pools go, as SGLang does between steps of a training."""
+        """Release the memory of the pools, as SGLang does between training steps."""
         self.queue.release_memory_occupation()
 
     def resume_memory(self) -> None:
-        """Have it back, at the same addresses."""
+        """Restore the memory, at the same addresses."""
         self.queue.resume_memory_occupation()
 
     def is_free(self) -> bool:
-        """Every page and every row of metadata is free again."""
+        """Return whether every page and every metadata row is free again."""
         return (self.allocator.available_size(), self.rows.available_size()) == (self.free, ROWS)
 
     def has_forgotten(self) -> bool:
-        """The manager knows nothing of requests."""
+        """Return whether the manager holds no state of any request."""
         return not self.leftovers()
 
     def leftovers(self) -> dict[str, int]:
-        """Count what the manager still knows of requests."""
+        """Count the manager's leftover state of requests."""
         return sides.leftovers(self.manager)
 
     def close(self) -> None:
@@ -318,10 +318,10 @@ class Scheduler:
 
 
 class SlowLink:
-    """Has NIXL begin writes when it is told to, and say until then that they are on their way.
+    """Makes NIXL hold back writes, and report them as in progress, for as long as it is slow.
 
     Attributes:
-        is_slow: Nothing begins.
+        is_slow: Whether writes are held back.
     """
 
     def __init__(self) -> None:
@@ -346,12 +346,12 @@ class SlowLink:
 
 @functools.cache
 def slow_link() -> SlowLink:
-    """Return the one of this process."""
+    """Return the `SlowLink` of this process."""
     return SlowLink()
 
 
 class PrefillScheduler(Scheduler):
-    """Prefill: bootstrap queue, chunks, inflight queue."""
+    """Prefill: bootstrap queue, chunks, in-flight queue."""
 
     mode = "prefill"
 
@@ -408,12 +408,12 @@ class PrefillScheduler(Scheduler):
         return self.requests[room].disagg_kv_sender
 
     def add(self, room: int, tokens: int, *, fake: bool = False, dp_rank: int | None = None) -> None:
-        """Let a request arrive: one of the health check, if it is a fake; the router may name the rank."""
+        """Add a request; a fake one is a health check, and the router may name the rank."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
         self.queue.add(self.request(room, tokens, dp_rank=dp_rank, **host), self.model.heads)
 
     def park(self, room: int, tokens: int) -> None:
-        """Compute a request before decode has said where it wants it."""
+        """Compute a request before decode has sent its pages."""
         request = self.requests[room]
         self.queue.queue.remove(request)
         assert self.queue.ensure_metadata_buffer(request)
@@ -422,23 +422,23 @@ class PrefillScheduler(Scheduler):
         self.mixed.disagg_prefill_inflight_queue.append(request)
 
     def stop_server(self) -> None:
-        """Let the bootstrap server go, and the ranks live on."""
+        """Stop the bootstrap server; the ranks live on."""
         if self._server is not None:
             self._server.close()
 
     def start_server(self) -> None:
-        """Have another one, at the same port, and say again who is there."""
+        """Start a bootstrap server at the same port, and register with it again."""
         self._server = CommonKVBootstrapServer("127.0.0.1", self.port)
         time.sleep(0.3)
         CommonKVManager.register_to_bootstrap(self.manager)
 
     def spoil(self, room: int, tokens: int) -> None:
-        """Let the pages of a request have what belongs to another."""
+        """Overwrite the pages of a request with foreign content."""
         for tensor, index, data in self.cells(room, tokens):
             tensor[index] = torch.ones_like(data)
 
     def restore(self, room: int, tokens: int) -> None:
-        """Let the pages of a request have what belongs there."""
+        """Write the proper content to the pages of a request."""
         for tensor, index, data in self.cells(room, tokens):
             tensor[index] = data
 
@@ -449,26 +449,26 @@ class PrefillScheduler(Scheduler):
         self.mixed.send_kv_chunk(self.requests[room], last_chunk=False, end_idx=end)
 
     def end_forward(self) -> None:
-        """Let that forward pass be done."""
+        """End that forward pass."""
         self.forward.end()
 
     def retire(self, room: int) -> bool:
-        """Do what SGLang does with the result of a forward pass of a request that was aborted meanwhile."""
+        """Retire the forward pass of a request that was aborted meanwhile, as SGLang does."""
         self.requests[room].to_finish = FINISH_ABORT()
         retired: bool = self.mixed._retire_aborted_prefill_result(self.requests[room])
         return retired
 
     def break_off(self, room: int) -> None:
-        """Let the transfer of this rank fail, as it would with its network."""
+        """Fail the transfer of this rank, as a network failure would."""
         self.requests[room].disagg_kv_sender.transfer.abort()
 
     def metric(self, room: int) -> tuple[float, int]:
-        """Return seconds and bytes of a transfer, as SGLang reports them."""
+        """Return the latency in seconds and the bytes of a transfer, as SGLang reports them."""
         found = self.requests[room].disagg_kv_sender.get_transfer_metric()
         return found.transfer_latency_s, found.transfer_total_bytes
 
     def compute(self, room: int, tokens: int) -> None:
-        """Be a model: fill the cache of a whole request."""
+        """Fill the cache of a whole request, in place of a model."""
         request = self.requests[room]
         (request.kv.req_pool_idx,) = self.mixed.req_to_token_pool.alloc([request])
         pages = self.allocator.alloc(-(-tokens // self.model.page) * self.model.page)
@@ -485,11 +485,11 @@ class PrefillScheduler(Scheduler):
             self.mixed.disagg_prefill_inflight_queue.append(request)
 
     def is_bootstrapped(self, room: int) -> bool:
-        """SGLang may compute a request."""
+        """Return whether SGLang may compute a request."""
         return self.requests[room] in self.bootstrapped
 
     def is_over(self, room: int) -> bool:
-        """SGLang has given the pages of a request back."""
+        """Return whether SGLang has released the pages of a request."""
         return self.requests[room].rid in self.released
 
     def abort(self, room: int) -> None:
@@ -497,17 +497,17 @@ class PrefillScheduler(Scheduler):
         self.requests[room].disagg_kv_sender.abort()
 
     def slow_down(self) -> None:
-        """Let the transport read pages later than it was told to: when it is sped up."""
+        """Hold back the reads of the transport until `speed_up`."""
         slow_link().is_slow = True
 
     def speed_up(self) -> None:
-        """Let it read them now."""
+        """Let the held-back reads start."""
         slow_link().is_slow = False
 
     def step(self) -> None:
         self.bootstrapped += self.queue.pop_bootstrapped()
         agreed = None
-        if self.rank.pp_size > 1:  # SGLang passes them round the stages, which is the same in the end
+        if self.rank.pp_size > 1:  # SGLang passes them from stage to stage, with the same result
             ended = self.mixed.get_rids(self.mixed.disagg_prefill_inflight_queue, True, [KVPoll.Success, KVPoll.Failed])
             agreed = self.stages.agree(ended)
         self.mixed.process_disagg_prefill_inflight_queue(agreed)
@@ -579,26 +579,26 @@ class DecodeScheduler(Scheduler):
         return next(one.kv_receiver for one in waiting if one.req.bootstrap_room == room)
 
     def add(self, room: int, tokens: int, port: int = 0, *, fake: bool = False, dp_rank: int | None = None) -> None:
-        """Let a request arrive: one of the health check, if it is a fake; a port is that of another prefill server."""
+        """Add a request; a fake one is a health check, and `port` selects another prefill server."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
         self.queue.add(self.request(room, tokens, port=port, dp_rank=dp_rank, **host))
 
     def is_asked_for(self, room: int) -> bool:
-        """Prefill has been told where to write."""
+        """Return whether prefill has received the pages of a request."""
         return any(one.req.bootstrap_room == room for one in self.transfers.queue)
 
     def has_arrived(self, room: int) -> bool:
-        """SGLang goes on with a request."""
+        """Return whether SGLang goes on with a request and has its first token."""
         request = self.requests[room]
         return request in self.arrived and list(request.output_ids) == [sides.FIRST_TOKEN]
 
     def blank(self) -> None:
-        """Forget what has arrived."""
+        """Fill the pool with a marker."""
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
             tensor.view(torch.uint8).fill_(UNTOUCHED)
 
     def ask_for_host(self, room: int) -> str:
-        """Ask for pages in host memory, and say what comes of it."""
+        """Ask for pages in host memory, and return the error message, or ""."""
         try:
             self.end(room).send_metadata(np.array([1]), 0, destination=KVTransferDestination.HOST)
         except NotImplementedError as error:
@@ -606,24 +606,24 @@ class DecodeScheduler(Scheduler):
         return ""
 
     def is_safe(self, room: int) -> bool:
-        """Nothing can be written to the pages of a request."""
+        """Return whether nothing can write to the pages of a request any more."""
         safe: bool = self.manager.is_abort_release_safe(room, 1)
         return safe
 
     def is_done(self, room: int) -> bool:
-        """SGLang goes on with a request, whatever it has got."""
+        """Return whether SGLang goes on with a request, whatever it has received."""
         return self.requests[room] in self.arrived
 
     def is_over(self, room: int) -> bool:
-        """SGLang has given the pages of a request back."""
+        """Return whether SGLang has released the pages of a request."""
         return self.requests[room].rid in self.released
 
     def finish(self, room: int) -> None:
-        """Be done with a request that has arrived."""
+        """Release the pages of a request that has arrived."""
         self._release(self.requests[room])
 
     def outcomes(self) -> list[str]:
-        """Return how pages came back that SGLang had to hold."""
+        """Return how each deferred release of pages ended."""
         return self.proofs
 
     def step(self) -> None:
@@ -633,14 +633,14 @@ class DecodeScheduler(Scheduler):
         self.transfers.resolve_deferred_releases()
 
     def abort(self, room: int) -> None:
-        """Abort a request as SGLang does when its client has gone."""
+        """Abort a request as SGLang does when its client disconnects."""
         waiting = [*self.queue.queue, *self.transfers.queue]
         for one in waiting:
             if one.req.bootstrap_room == room:
                 one.kv_receiver.abort()
 
     def wrong(self, room: int, tokens: int) -> list[int]:
-        """Number the tensors that do not hold what they should."""
+        """Return the numbers of the tensors with wrong content."""
         return [
             number
             for number, (tensor, index, data) in enumerate(self.cells(room, tokens))

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, as `kvflow.testing.adapter` wants them."""
+"""A prefill and a decode engine for `kvflow.testing.adapter`."""
 
 import itertools
 import time
@@ -29,7 +29,7 @@ SGLANGS_REASONS: Final = {
 
 
 class Servers(KillableAdapter):
-    """A process for each side, with SGLang's own queues in it. Use it as a context manager."""
+    """A process for each side that runs SGLang's own queues; a context manager."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -107,7 +107,9 @@ class Servers(KillableAdapter):
 
 
 def _reason_in(message: str) -> FailureReason:
-    """Read what SGLang tells the client, which names kvflow's reason if it was kvflow's.
+    """Parse the reason of kvflow from the message that SGLang sends to the client.
+
+    A call after the failure raises it, and SGLang passes that text on.
 
     A call that comes after the failure raises it, and SGLang passes the text of that on.
     """

@@ -1,4 +1,4 @@
-"""One side of a deployment in one process: managers of all of its ranks, made as SGLang's schedulers make them."""
+"""One side of a deployment in one process: managers of all its ranks, created as SGLang's schedulers do."""
 
 import itertools
 import time
@@ -31,10 +31,10 @@ FIRST_TOKEN = 42
 
 
 class Group:
-    """Stands for a group of ranks that live in this process and are made one after another: keeps what the first says.
+    """A fake group of ranks that live in this process and are created in order; it keeps the values of rank 0.
 
     Args:
-        name: Of the group.
+        name: Name of the group.
         rank: Number of the rank within it.
     """
 
@@ -46,7 +46,7 @@ class Group:
         self._calls = itertools.count()
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Return what the first rank said when it was asked as often as this one."""
+        """Return the value that rank `src` gave in its call of the same number."""
         key = (self._name, next(self._calls))
         if self.rank_in_group == src:
             self._kept[key] = value
@@ -78,7 +78,7 @@ def prepare(mode: str, port: int, model: Model) -> Any:
 
 
 def set_rank(rank: Rank) -> None:
-    """Make SGLang's context that of a rank."""
+    """Set SGLang's global context to that of a rank."""
     runtime.get_parallel().override_permanently(
         tp_size=rank.tp_size * rank.dp_size,
         moe_tp_size=rank.tp_size * rank.dp_size,
@@ -100,7 +100,7 @@ def set_rank(rank: Rank) -> None:
 
 
 def describe(pool: Any, draft: Any, model: Model, rank: Rank, side: str) -> tuple[KVArgs, MetadataBuffers]:
-    """Fill `KVArgs` as the queues of SGLang do."""
+    """Fill `KVArgs` as SGLang's queues do."""
     args = KVArgs()
     args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank.tp_rank, rank.pp_rank, 0, 0
     lists = [list(values) for values in get_kv_transfer_buf_infos(pool)]
@@ -132,8 +132,8 @@ class Side:
 
     Args:
         mode: "prefill" or "decode".
-        name: Of the model.
-        port: Of the bootstrap server.
+        name: Name of the model.
+        port: Port of the bootstrap server.
         tp_size: Ranks that share the heads.
         pp_size: Pipeline stages.
     """
@@ -142,7 +142,7 @@ class Side:
         self.mode, self.model, self.address = mode, MODELS[name](), f"127.0.0.1:{port}"
         self._args = prepare(mode, port, self.model)
         self._server = CommonKVBootstrapServer("127.0.0.1", port) if mode == "prefill" else None
-        time.sleep(0.3 if self._server else 0)  # it does not say when it listens
+        time.sleep(0.3 if self._server else 0)  # SGLang offers no way to tell when it listens
         self.ranks = [Rank(tp_size, tp, pp_size, pp) for tp in range(tp_size) for pp in range(pp_size)]
         self.pools: list[Any] = []
         self.drafts: list[Any] = []
@@ -180,7 +180,7 @@ class Side:
         )
 
     def end(self, number: int, room: int) -> Any:
-        """Make the sender or receiver of a rank."""
+        """Create the sender or receiver of a rank."""
         kind = KVClassType.SENDER if self.mode == "prefill" else KVClassType.RECEIVER
         made = get_kv_class(TransferBackend("kvflow"), kind)(
             mgr=self.managers[number], bootstrap_addr=self.address, bootstrap_room=room
@@ -192,7 +192,7 @@ class Side:
     def transfer(
         self, room: int, tokens: int, prefix: int = 0, chunks: int = 2, timeout_s: float = 20
     ) -> dict[str, Any]:
-        """Send or receive one request on all ranks, and say how it went."""
+        """Send or receive one request on all ranks; return statuses, failure reasons and differences."""
         held = self.hold(tokens, prefix)
         step = self._send if self.mode == "prefill" else self._receive
         ends = step(room, held, tokens, prefix, chunks, time.monotonic() + timeout_s)
@@ -208,9 +208,9 @@ class Side:
         return {"statuses": statuses, "reasons": reasons, "wrong": wrong}
 
     def give_up(self, room: int, tokens: int, timeout_s: float = 20) -> list[int]:
-        """Send or receive half of a request on all ranks, let decode abort it, and give the statuses.
+        """Send or receive half of a request on all ranks, let decode abort it, and return the statuses.
 
-        Decode waits until each of its ranks may use the pages again.
+        Decode waits until each of its ranks may reuse the pages.
         """
         held, deadline = self.hold(tokens, 0), time.monotonic() + timeout_s
         if self.mode == "prefill":
@@ -280,7 +280,7 @@ class Side:
 
 
 def wait_for(ends: list[Any], deadline: float, status: int) -> None:
-    """Poll as a scheduler does, until all have a status, or one has failed."""
+    """Poll as a scheduler does, until all ends have reached a status or one has failed."""
     while time.monotonic() < deadline:
         found = [end.poll() for end in ends]
         if KVPoll.Failed in found or min(found) >= status:
@@ -298,7 +298,7 @@ def reason_of(end: Any) -> str:
 
 
 def leftovers(manager: Any) -> dict[str, int]:
-    """Count what a manager still knows of requests, once it has taken what has changed, as with any poll."""
+    """Count a manager's leftover state of requests, after it has processed all changes as in any poll."""
     manager.advance()
     names = ["request_status", "failure_records", "_ends", "_held", "transfer_infos", "prefill_response_tracker"]
     names += ["req_to_decode_prefix_len", "required_prefill_response_num_table"]

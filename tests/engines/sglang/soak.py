@@ -1,7 +1,7 @@
-"""Many requests, some at once, a third of which one side or both give up at some moment.
+"""Many requests, some in parallel; one side or both abort a third of them at a random moment.
 
-Every page has what its room says, and other content as soon as SGLang may use it for another request: prefill then
-overwrites what it sent, and decode marks what it received or gave up and looks for later writes.
+Every page holds content derived from its room, and is overwritten as soon as SGLang may reuse it: prefill overwrites
+what it sent, and decode marks what it received or gave up and checks for later writes.
 """
 
 import time
@@ -22,20 +22,20 @@ __all__ = ["soak"]
 LANES: Final = 4
 PAGES_EACH: Final = 4
 MARK: Final = -1.0
-"""In pages that belong to nobody."""
+"""Content of pages without an owner."""
 
 STUCK_S: Final = 30.0
 ABORTED: Final = 0.35
 LATEST: Final = 40
-"""Polls after which a request is given up at the latest."""
+"""Polls after which a request is aborted at the latest."""
 
 
 class Chance(NamedTuple):
-    """What happens to a room; both sides draw the same.
+    """Fate of a room; both sides draw the same.
 
     Attributes:
         asks_at: Poll in which decode asks for the pages.
-        aborts_at: Polls in which prefill and decode give up; None if they do not.
+        aborts_at: Polls in which prefill and decode abort; None if they do not.
     """
 
     asks_at: int
@@ -53,9 +53,9 @@ class Request:
     """One request of a side, on all of its ranks.
 
     Args:
-        side: Its ranks.
-        room: Its room.
-        lane: Which pages are its own.
+        side: The side.
+        room: Room of the request.
+        lane: Which pages it owns.
     """
 
     def __init__(self, side: Side, room: int, lane: int) -> None:
@@ -71,7 +71,7 @@ class Request:
         self.deadline = time.monotonic() + STUCK_S
 
     def _cells(self) -> Iterator[tuple[int, Any]]:
-        """Give each of its pages in each tensor, and what is to be in there."""
+        """Yield the expected value and the content of each of its pages in each tensor."""
         size = self.side.model.page
         for pool in self.side.pools:
             for number, buffer in enumerate([*pool.k_buffer, *pool.v_buffer]):
@@ -87,7 +87,7 @@ class Request:
             cells.fill_(MARK)
 
     def step(self) -> str:
-        """Take a step of a scheduler; says how the request has ended, if it has."""
+        """Run one scheduler step; return how the request has ended, or ""."""
         statuses = [end.poll() for end in self.ends]
         if KVPoll.Failed in statuses or self.polls == self.chance.aborts_at[self.side.mode]:
             for end in self.ends:
@@ -134,7 +134,7 @@ class Request:
 
 
 def _wait_for_the_rest(side: Side) -> list[dict[str, int]]:
-    """Return what is left in each manager. Prefill may still wait for proofs of pages that were being read."""
+    """Return the leftover state of each manager. Prefill may still wait for proofs of pages that were being read."""
     deadline = time.monotonic() + STUCK_S
     while any(left := [leftovers(manager) for manager in side.managers]) and time.monotonic() < deadline:
         time.sleep(2e-3)
@@ -142,7 +142,7 @@ def _wait_for_the_rest(side: Side) -> list[dict[str, int]]:
 
 
 def soak(side: Side, first_room: int, count: int) -> dict[str, Any]:
-    """Send or receive rooms, and count how they end; then what its managers know of them and this process has open."""
+    """Send or receive rooms; count their outcomes, the managers' leftovers and the process's open files."""
     torch.set_num_threads(1)
     if side.mode == "decode":
         for number, manager in enumerate(side.managers):

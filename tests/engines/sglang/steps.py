@@ -1,4 +1,4 @@
-"""Steps of a request through the queues of both sides, and what is true at its end."""
+"""Steps of a request through the queues of both sides, and checks at its end."""
 
 from tests.engines.sglang.processes import Deployment
 
@@ -8,13 +8,13 @@ TOKENS = 70
 
 
 def announce(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
-    """Let a request arrive on both sides."""
+    """Add a request on both sides."""
     for side in (pair.prefill, pair.decode):
         side.tell("ask", what="add", room=room, tokens=tokens)
 
 
 def begin(pair: Deployment, tokens: int = TOKENS, room: int = 0) -> int:
-    """Let a request arrive on both sides, until prefill may compute it, and has."""
+    """Add a request on both sides, wait until prefill may compute it, and compute it."""
     room = room or pair.room()
     announce(pair, room, tokens)
     assert pair.decode.tell("until", what="is_asked_for", room=room)
@@ -29,14 +29,14 @@ def send(pair: Deployment, room: int, end: int, *, last: bool = False) -> None:
 
 
 def check_nothing_is_left(pair: Deployment) -> None:
-    """Every page is free, and no manager knows a request."""
+    """Check that every page is free, and that no manager holds state of a request."""
     for side in (pair.prefill, pair.decode):
         assert side.tell("until", what="is_free"), side.tell("ask", what="leftovers")
         assert side.tell("until", what="has_forgotten"), side.tell("ask", what="leftovers")
 
 
 def check_arrived(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
-    """Decode has what prefill sent, and prefill is done."""
+    """Check that decode has what prefill sent, and that prefill is done."""
     assert pair.decode.tell("until", what="has_arrived", room=room), pair.decode.tell("ask", what="was_told", room=room)
     assert pair.decode.tell("ask", what="wrong", room=room, tokens=tokens) == []
     assert pair.prefill.tell("until", what="is_over", room=room)
@@ -44,7 +44,7 @@ def check_arrived(pair: Deployment, room: int, tokens: int = TOKENS) -> None:
 
 
 def check_failed(pair: Deployment, room: int, reason: str) -> None:
-    """Decode has failed a request, and its pages came back because nothing can write to them."""
+    """Check that decode has failed a request, and got its pages back because nothing can write to them."""
     assert pair.decode.tell("until", what="was_told", room=room)
     assert reason in pair.decode.tell("ask", what="was_told", room=room)
     assert pair.decode.tell("until", what="is_over", room=room)

@@ -1,4 +1,4 @@
-"""Decode ranks of kvflow without SGLang, which ask for what SGLang would never ask for."""
+"""Decode ranks of kvflow without SGLang, which send grants that SGLang would never send."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ STEPS_S = 5.0
 
 
 def ask_for(side: sides.Side, tables: list[dict[str, list[int] | None]], starts: list[int]) -> list[tuple[int, str]]:
-    """Ask a prefill side for rooms, numbered from 1 on, and poll its senders until each has changed.
+    """Request rooms, numbered from 1 on, from a prefill side, and poll its senders until each has changed.
 
     Args:
         side: Prefill, over the `memory` transport.
@@ -29,7 +29,7 @@ def ask_for(side: sides.Side, tables: list[dict[str, list[int] | None]], starts:
         starts: First tokens to ask for.
 
     Returns:
-        For each room the status of its sender, and why it has failed.
+        The status of each room's sender, and why it has failed.
     """
     manager = side.managers[0]
     ends = [side.end(0, room + 1) for room in range(len(tables))]

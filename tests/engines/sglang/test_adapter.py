@@ -1,4 +1,4 @@
-"""The checks that any adapter should pass, over SGLang's own queues in two processes over NIXL."""
+"""The checks for every adapter, over SGLang's own queues in two processes over NIXL."""
 
 from collections.abc import Iterator
 
@@ -51,12 +51,12 @@ def test_abort(servers: Servers) -> None:
 
 
 def test_request_that_prefill_refuses(servers: Servers) -> None:
-    """SGLang tells no backend of a prompt that it finds too long: decode's patience ends."""
+    """SGLang does not tell its backend about a prompt that is too long, so decode times out."""
     check_refusal_is_told(servers, PROMPTS[0], reasons=[FailureReason.DEADLINE])
 
 
 def test_restart(servers: Servers) -> None:
-    """A room says nothing of the process that it was given to: decode waits for a request that nobody knows."""
+    """A room names no process, so decode waits for a request that the new prefill process never received."""
     check_restart(servers, PROMPTS[0], reasons=[FailureReason.DEADLINE])
 
 

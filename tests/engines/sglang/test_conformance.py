@@ -1,6 +1,6 @@
-"""What SGLang's own unit tests ask of a transfer backend, asked of kvflow's through SGLang's queues.
+"""SGLang's own unit tests of transfer backends, restated for kvflow's backend through SGLang's queues.
 
-docs/sglang.md says which of SGLang's tests each of them stands for.
+docs/sglang.md lists the SGLang tests that each of them covers.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
 SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
 FAILED, WAITING, SUCCESS = 0, 2, 4
 PAGE_BYTES = 4 * 2 * 16 * 8 * 64 * 2
-"""Layers, K and V, tokens, heads, their elements and their bytes."""
+"""Product of layers, K and V, tokens, heads, elements of a head and bytes of an element."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_success_outlives_the_request(pair: Deployment) -> None:
 
 
 def test_room_of_a_request_that_is_sent_again(pair: Deployment) -> None:
-    """SGLang has a retracted request computed again, and sent under its old number."""
+    """SGLang recomputes a retracted request, and sends it under its former room."""
     room = begin(pair)
     for _ in range(2):
         send(pair, room, TOKENS, last=True)
@@ -62,7 +62,7 @@ def test_room_of_a_request_that_is_sent_again(pair: Deployment) -> None:
 
 @pytest.mark.parametrize("name", ["mha", "dsa", "gdn", "kimi"])
 def test_last_chunk_without_pages(processes: Deployment, name: str) -> None:
-    """States and metadata come all the same."""
+    """States and metadata still arrive."""
     processes.open(name, {}, {})
     sent, received = processes.both("transfer", room=processes.room(), tokens=128, prefix=128, chunks=1)
     assert (sent["statuses"], sent["reasons"]) == ([SUCCESS], [])
@@ -93,14 +93,14 @@ def test_chunk_after_an_abort_is_not_sent(pair: Deployment) -> None:
 
 
 def test_chunk_of_a_request_that_has_ended(pair: Deployment) -> None:
-    """SGLang computes on, and does not poll the request while it does, but polls others."""
+    """SGLang goes on computing without polling the request, while it polls others."""
     room = begin(pair)
     send(pair, room, 40)
     pair.decode.tell("ask", what="abort", room=room)
     assert pair.decode.tell("until", what="is_over", room=room)
     other = pair.room()
     pair.prefill.tell("ask", what="add", room=other, tokens=TOKENS)
-    pair.prefill.tell("rest", seconds=0.3)  # takes what has changed, of all rooms
+    pair.prefill.tell("rest", seconds=0.3)  # processes the changes of all rooms
     send(pair, room, 50)
     send(pair, room, TOKENS, last=True)
     assert pair.prefill.tell("until", what="is_over", room=room)
@@ -125,7 +125,7 @@ def test_status_that_has_gone_is_a_failure_of_another_rank(pair: Deployment) -> 
 
 
 def test_result_of_an_aborted_request_frees_its_pages_at_once(pair: Deployment) -> None:
-    """Decode does not take over what comes into those pages then."""
+    """Decode does not use what is written to those pages afterwards."""
     room = begin(pair)
     send(pair, room, 40)
     assert pair.prefill.tell("ask", what="retire", room=room)
@@ -148,7 +148,7 @@ def test_request_that_is_computed_before_decode_asks(pair: Deployment) -> None:
 
 
 def test_room_that_another_request_has(pair: Deployment) -> None:
-    """The second request fails, on either side, and the first one does not; nor when it has just ended."""
+    """The second request fails on either side; the first does not, even if it has just ended."""
     room = begin(pair)
     send(pair, room, 40)
     check_twins_fail(pair, room)
@@ -170,7 +170,7 @@ def check_twins_fail(pair: Deployment, room: int) -> None:
 
 
 def test_health_checks_move_nothing(pair: Deployment) -> None:
-    """SGLang makes its own ends for them, with kvflow's manager, and polls them with those of other requests."""
+    """SGLang creates fake ends for health checks with kvflow's manager, and polls them with those of other requests."""
     room, fake = begin(pair), pair.room()
     for side in (pair.prefill, pair.decode):
         side.tell("ask", what="add", room=fake, tokens=TOKENS, fake=True)
@@ -187,7 +187,7 @@ def test_health_checks_move_nothing(pair: Deployment) -> None:
 
 
 def test_grant_that_sglang_cannot_serve_fails_its_room_alone() -> None:
-    """A decode rank may ask for anything that fits the layout; no request of another one suffers."""
+    """A decode rank may ask for anything that fits the layout, and must not hurt requests of other ranks."""
     with deployment({"backend": "memory"}) as pair:
         pair.prefill.tell("open", name="dsa", port=free_port())
         no_pages, from_within, rightly = pair.prefill.tell(
@@ -202,7 +202,7 @@ def test_grant_that_sglang_cannot_serve_fails_its_room_alone() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_rank_that_is_broken_ends_its_scheduler(side: str) -> None:
-    """What is under way fails; the next request would, too, as would all others."""
+    """Transfers in flight fail. All later ones would fail as well, so the scheduler must end."""
     with deployment(SETTINGS) as pair:
         pair.start()
         process = getattr(pair, side)
@@ -242,7 +242,7 @@ def test_failure_of_another_rank_overrides_success(pair: Deployment) -> None:
 
 
 def poll_until(side: Process, room: int, status: int) -> bool:
-    """Poll one end; a step of the queue would end the request."""
+    """Poll one end directly, since a step of the queue would end the request."""
     return any(side.tell("ask", what="poll", room=room) == status for _ in range(20_000))
 
 
@@ -272,7 +272,7 @@ def test_every_decode_rank_gets_its_pages_back(processes: Deployment) -> None:
 
 
 def test_prefill_server_that_comes_back_at_another_address() -> None:
-    """The first request fails and takes what was known of its address with it; the next one finds the new one."""
+    """The first request fails and drops the cached address; the next one looks up the new address."""
     with deployment(SETTINGS) as pair:
         pair.start()
         room = begin(pair)
@@ -285,7 +285,7 @@ def test_prefill_server_that_comes_back_at_another_address() -> None:
 
 
 def test_bootstrap_server_is_gone_and_the_ranks_live() -> None:
-    """SGLang fails all requests of that server. Its ranks may still write, and say when they do not."""
+    """SGLang fails all requests of that server. Its ranks may still write, and report when they no longer do."""
     heartbeat = {
         "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
         "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
@@ -323,7 +323,7 @@ def test_request_that_decode_never_asks_for(impatient: Deployment) -> None:
 
 
 def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
-    """Decode's patience ends, and its pages come back by a proof."""
+    """Decode times out, and gets its pages back by a proof."""
     impatient.start()
     room = begin(impatient)
     send(impatient, room, 40)
@@ -334,7 +334,7 @@ def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
 
 
 def test_request_of_a_prefill_server_that_does_not_exist(impatient: Deployment) -> None:
-    """Nobody was told of its pages: there is nothing to wait for."""
+    """No rank received the pages, so decode has nothing to wait for."""
     impatient.start()
     room = impatient.room()
     impatient.decode.tell("ask", what="add", room=room, tokens=TOKENS, port=9)

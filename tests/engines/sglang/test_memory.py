@@ -1,4 +1,4 @@
-"""SGLang's pointer lists as layouts, without SGLang."""
+"""Layouts from SGLang's pointer lists, without SGLang."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_draft_layers_are_optional_and_those_of_the_last_stage() -> None:
 
 
 def test_draft_with_heads_on_several_ranks_goes_to_as_many_ranks() -> None:
-    """SGLang does not say how many heads it has: two ranks with one head of the model may hold different ones of it."""
+    """SGLang does not report the head count, and two ranks with one head each may hold different heads."""
     four = [describe(kv_args(2, 1, draft=1), Shard(2, 4, rank)) for rank in range(4)]
     drafts = [(route.engine_rank, one.component) for route in routes(four, four[1], rank=1) for one in route.slices]
     assert {rank for rank, component in drafts if component == "draft"} == {1}
@@ -137,7 +137,7 @@ def test_window_may_have_heads_on_the_outside() -> None:
 
 
 def recurrent(tp_size: int, rank: int, groups: list[int] | None) -> PoolMap:
-    """A convolution state of 12 channels in three rows, and a recurrent one of 4 heads."""
+    """Return the map of a convolution state of 12 channels in three rows, and a recurrent state of 4 heads."""
     args = with_state(
         kv_args(1, 8 // tp_size),
         "mamba",
@@ -206,7 +206,7 @@ def test_two_states_of_one_kind_are_two_components() -> None:
 
 @pytest.mark.parametrize(("dims", "senders"), [([0], {0, 1}), ([], {1})], ids=["replicated", "not said"])
 def test_state_that_sglang_says_nothing_about_is_one_of_its_rank(dims: list[int], senders: set[int]) -> None:
-    """Ranks share the work only of what they all hold."""
+    """Ranks share the sending only of states that they all hold."""
     two = [
         describe(
             with_state(

@@ -1,4 +1,4 @@
-"""How SGLang finds the adapter, and what holds when there are other plugins. Each test has a process of its own."""
+"""How SGLang finds the adapter, alone and beside other plugins. Each test runs in a process of its own."""
 
 import os
 import re
@@ -23,8 +23,8 @@ sglang_shim.install()
 
 
 def run(script: str) -> list[str]:
-    """Run a script behind the stubs; returns what it prints last."""
-    end = "\nprint(flush=True)\nos._exit(0)"  # SGLang's threads would go on
+    """Run a script after the stubs, and return its last lines of output."""
+    end = "\nprint(flush=True)\nos._exit(0)"  # SGLang's threads would keep the process alive
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PREPARE + script + end]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -47,7 +47,7 @@ print(parser.parse_args(words).disaggregation_transfer_backend)
 
 
 def test_prefill_starts_as_the_guide_says(tmp_path: Path) -> None:
-    """At the address that SGLang chooses, which other hosts reach."""
+    """The bootstrap server listens at the address that SGLang chooses, which other hosts can reach."""
     assert COMMANDS is not None
     keys = tmp_path / "keys"
     make_keys(keys)

@@ -1,4 +1,4 @@
-"""Requests through SGLang's own queues, in two processes over NIXL: what arrives, what fails, when pages are free."""
+"""Requests through SGLang's own queues, in two processes over NIXL: delivery, failures, and the release of pages."""
 
 import signal
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def test_request_in_chunks(pair: Deployment) -> None:
 
 
 def test_decode_aborts_between_chunks(pair: Deployment) -> None:
-    """Its pages come back with the proof, and prefill hears of it."""
+    """Its pages come back with the proof, and prefill receives the abort."""
     room = begin(pair)
     send(pair, room, 40)
     pair.decode.tell("ask", what="abort", room=room)
@@ -66,7 +66,7 @@ def test_prefill_aborts_between_chunks(pair: Deployment) -> None:
 
 
 def test_decode_aborts_before_it_has_pages(pair: Deployment) -> None:
-    """Prefill hears of it at once, not when its patience ends."""
+    """Prefill receives the abort at once, instead of timing out."""
     first = begin(pair)
     send(pair, first, 70, last=True)
     check_arrived(pair, first)
@@ -81,7 +81,7 @@ def test_decode_aborts_before_it_has_pages(pair: Deployment) -> None:
 
 
 def test_room_is_used_again(pair: Deployment) -> None:
-    """What was said about the request before does not end the next one of its room."""
+    """Messages about the former request do not end the next one in its room."""
     room = begin(pair)
     pair.decode.tell("ask", what="abort", room=room)
     assert pair.decode.tell("until", what="is_over", room=room)
@@ -99,7 +99,7 @@ def test_room_is_used_again(pair: Deployment) -> None:
 
 
 def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment) -> None:
-    """A prefill process that has stopped may go on, and write."""
+    """A stopped prefill process may resume, and write."""
     room = begin(pair)
     send(pair, room, 40)
     pair.prefill.signal(signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_prefill_is_killed() -> None:
 
 
 def test_operator_releases_pages_without_a_proof(tmp_path: Path) -> None:
-    """By touching a file once they are in quarantine; one that is there already does not count."""
+    """The operator touches a file after the pages are quarantined; a file that existed before does not count."""
     settings = SETTINGS | {"proofs": {"process_end": False}, "releases": str(tmp_path)}
     with deployment(settings) as pair:
         pair.start()

@@ -1,7 +1,7 @@
-"""Two ranks of an instance, each a process on a host of its own, which agree as SGLang's do.
+"""Two ranks of an instance, each a process on a host of its own, which agree as SGLang's ranks do.
 
-They share the heads, or are pipeline stages, or have requests of their own (data parallelism). The hosts are addresses
-of the loopback interface.
+They share the heads, or are pipeline stages, or serve requests of their own (data parallelism). The hosts are loopback
+addresses.
 """
 
 import time
@@ -16,7 +16,7 @@ import pytest
 from tests.engines.sglang.processes import Process, free_port
 from tests.engines.sglang.steps import TOKENS
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]  # six processes load SGLang at first
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]  # starts six processes that load SGLang
 
 SETTINGS = {"backend": "nixl", "timeouts": {"lease_s": 2.0, "drain_s": 1.0}}
 ROOM = 1
@@ -29,19 +29,19 @@ FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
 
 
 class Instance:
-    """The ranks of an instance, which take their steps together.
+    """The ranks of an instance, which step together.
 
     Args:
         mode: "prefill" or "decode".
-        processes: Theirs.
-        threads: To tell them something at the same time.
+        processes: One per rank.
+        threads: Pool for commands to all ranks at the same time.
     """
 
     def __init__(self, mode: str, processes: list[Process], threads: ThreadPoolExecutor) -> None:
         self.mode, self.processes, self._threads = mode, processes, threads
 
     def start(self, port: int, ranks: Sequence[Sequence[int]], store: str) -> None:
-        """Make schedulers of these ranks, as in `models.Rank`."""
+        """Create the schedulers of these ranks, given as in `models.Rank`."""
         starting = [
             self._threads.submit(one.tell, "start", port=port, rank=rank, store=store)
             for rank, one in zip(ranks, self.processes, strict=True)
@@ -50,7 +50,7 @@ class Instance:
             one.result()
 
     def all(self, do: str, **arguments: Any) -> list[Any]:
-        """Have all ranks do something at the same time."""
+        """Send a command to all ranks at the same time, and return their results."""
         return list(self._threads.map(lambda one: one.tell(do, **arguments), self.processes))
 
     def ask(self, what: str, **arguments: Any) -> list[Any]:
@@ -58,7 +58,7 @@ class Instance:
         return self.all("ask", what=what, room=ROOM, **arguments)
 
     def until(self, what: str, timeout_s: float = 20) -> bool:
-        """Take steps on all ranks until all say yes."""
+        """Run steps on all ranks until all confirm."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.all("steps", count=STEPS)
@@ -71,15 +71,15 @@ class Instances:
     """A prefill and a decode instance.
 
     Attributes:
-        prefill: One.
-        decode: The other.
+        prefill: The prefill instance.
+        decode: The decode instance.
     """
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         self.prefill, self.decode = prefill, decode
 
     def begin(self) -> None:
-        """Let a request arrive, and be computed."""
+        """Add a request, and compute it."""
         self.prefill.ask("add", tokens=TOKENS)
         self.decode.ask("add", tokens=TOKENS)
         assert self.decode.until("is_asked_for")
@@ -87,7 +87,7 @@ class Instances:
         self.prefill.ask("compute", tokens=TOKENS)
 
     def check_arrived(self) -> None:
-        """Decode has what prefill has sent, and prefill is done."""
+        """Check that decode has what prefill sent, and that prefill is done."""
         assert self.decode.until("has_arrived")
         assert not any(self.decode.ask("wrong", tokens=TOKENS))
         assert self.prefill.until("is_over")
@@ -96,7 +96,7 @@ class Instances:
 
 @pytest.fixture(scope="module")
 def every() -> Iterator[dict[tuple[str, int], Instance]]:
-    """Instances by role and size, each rank on a host of its own. Those that know each other do not work alone."""
+    """Start instances by role and size, each rank on a host of its own. Ranks of a group cannot run alone."""
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(2))
         made = {}
@@ -159,7 +159,7 @@ def test_memory_that_was_released(instances: Instances) -> None:
 
 @two_prefill_ranks
 def test_pages_of_all_ranks_stay_while_one_rank_reads_its_own(instances: Instances) -> None:
-    """SGLang's consensus is that of the first failure, after which every rank gives its pages to other requests."""
+    """SGLang's ranks agree on the first failure, after which each gives its pages to other requests."""
     prefill, decode = instances.prefill, instances.decode
     first, second = prefill.processes
     instances.begin()
@@ -179,7 +179,7 @@ def test_pages_of_all_ranks_stay_while_one_rank_reads_its_own(instances: Instanc
 
 @two_decode_ranks
 def test_decode_ranks_give_pages_back_together(instances: Instances) -> None:
-    """None does while something may be written to those of any."""
+    """No rank reuses its pages while the pages of any rank may still be written."""
     prefill, decode = instances.prefill, instances.decode
     instances.begin()
     prefill.all("ask", what="slow_down")
@@ -202,14 +202,14 @@ def test_decode_ranks_give_pages_back_together(instances: Instances) -> None:
 )
 @pytest.mark.parametrize("room", [2, 3])
 def test_requests_with_data_parallelism(instances: Instances, room: int) -> None:
-    """SGLang gives each request to one rank: on prefill by its room, on decode to any."""
+    """SGLang assigns each request to one rank: on prefill by its room, on decode to any."""
     check_one_rank_of_each(instances, room, room, room + 1)
 
 
 @pytest.mark.parametrize("instances", [(DP_ATTENTION, ALONE)], indirect=True, ids=["prefill"])
 @pytest.mark.parametrize("room", [2, 3])
 def test_rank_that_decode_has_to_ask_for(instances: Instances, room: int) -> None:
-    """Prefill tells SGLang's bootstrap server which rank has a request."""
+    """Prefill registers the rank of each request at SGLang's bootstrap server."""
     both = (instances.prefill, instances.decode)
     for instance in both:
         instance.all("set_variable", name=FORCE_QUERY, value="1")
@@ -228,7 +228,7 @@ def test_replica_that_the_router_names(instances: Instances, room: int) -> None:
 
 @pytest.mark.parametrize("instances", [(REPLICAS, ALONE)], indirect=True, ids=["prefill"])
 def test_replica_that_nobody_names(instances: Instances) -> None:
-    """SGLang's own check of the room takes every replica for the first one. The request fails alone."""
+    """SGLang's check of the room takes every replica for the first one. Only that request fails."""
     _, second = instances.prefill.processes
     second.tell("ask", what="add", room=3, tokens=TOKENS)
     assert second.tell("until", what="was_told", room=3)

@@ -1,4 +1,4 @@
-"""Thousands of requests, a third of them aborted; see `soak`. KVFLOW_SOAK_ROOMS says how many, 300 by default."""
+"""Thousands of requests, a third of them aborted; see `soak`. KVFLOW_SOAK_ROOMS sets their number, 300 by default."""
 
 import os
 from typing import Final

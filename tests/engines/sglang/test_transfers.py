@@ -27,7 +27,7 @@ def test_every_kind_of_pool_over_every_pair_of_tp_sizes(pair: Deployment, name: 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 2), (2, 4)], ids=["4-2", "2-4"])
 @pytest.mark.parametrize("name", ["mha", "gqa", "mla"])
 def test_more_ranks(pair: Deployment, name: str, prefill: int, decode: int) -> None:
-    """With `gqa` there are more ranks than heads on one side."""
+    """`gqa` has more ranks than heads on one side."""
     pair.open(name, {"tp_size": prefill}, {"tp_size": decode})
     check(pair, tokens=70)
 
@@ -40,7 +40,7 @@ def test_pipeline_stages(pair: Deployment, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["draft on both", "draft on decode", "draft on prefill"])
 def test_draft_layers(pair: Deployment, name: str) -> None:
-    """Decode can do without those that prefill does not have."""
+    """Decode works without draft layers that prefill does not have."""
     pair.open(name, {"tp_size": 2 if name == "draft on both" else 1}, {})
     check(pair, tokens=70)
 

@@ -1,6 +1,6 @@
-"""A process with one side of a deployment, which does what lines of JSON on its standard input say.
+"""A process with one side of a deployment; it executes commands, lines of JSON, from its standard input.
 
-Started by `processes`; run as `python -m tests.engines.sglang.worker prefill`.
+`processes` starts it; run as `python -m tests.engines.sglang.worker prefill`.
 """
 
 import json
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 
 class Worker:
-    """Carries out commands; each is a method.
+    """Executes commands; each is a method.
 
     Args:
         mode: "prefill" or "decode".
@@ -38,7 +38,7 @@ class Worker:
         self.side: Any = None
 
     def open(self, **arguments: Any) -> None:
-        """Make a side, in place of the one before."""
+        """Create a side in place of the former one."""
         self.close()
         self.side = sides.Side(self.mode, **arguments)
 
@@ -49,17 +49,17 @@ class Worker:
             self.side = None
 
     def start(self, port: int, rank: tuple[int, ...] = (1, 0), store: str = "") -> None:
-        """Make a scheduler, in place of what was before."""
+        """Create a scheduler in place of the former side."""
         self.close()
         self.side = schedulers.SCHEDULERS[self.mode](port, models.Rank(*rank), store)
 
     def serve(self, port: int) -> None:
-        """Make an engine, which takes its steps by itself."""
+        """Create an engine, which steps by itself."""
         self.close()
         self.side = engines.ENGINES[self.mode](port, models.Rank(1, 0))
 
     def wait(self) -> None:
-        """Wait for the next command, which is one line; an engine goes on meanwhile."""
+        """Wait for the next command, one line, while an engine goes on."""
         while isinstance(self.side, engines.Engine) and not select.select([sys.stdin], [], [], 0)[0]:
             self.side.step()
             time.sleep(5e-4)
@@ -69,22 +69,22 @@ class Worker:
         os.environ[name] = value
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Call the scheduler."""
+        """Call a method of the scheduler."""
         return getattr(self.side, what)(**arguments)
 
     def until(self, what: str, timeout_s: float = 20, **arguments: Any) -> bool:
-        """Go on with steps until the scheduler says yes."""
+        """Run steps until the scheduler confirms."""
         found: bool = self.side.until(lambda: getattr(self.side, what)(**arguments), timeout_s)
         return found
 
     def steps(self, count: int) -> None:
-        """Take as many steps as the other ranks of the group, which wait for each other in each of them."""
+        """Run as many steps as the other ranks of the group, which wait for each other in every step."""
         for _ in range(count):
             self.side.step()
             time.sleep(1e-3)
 
     def rest(self, seconds: float) -> None:
-        """Go on with steps for a while."""
+        """Run steps for a while."""
         self.side.until(lambda: False, seconds)
 
     def transfer(self, **arguments: Any) -> Any:
@@ -92,11 +92,11 @@ class Worker:
         return self.side.transfer(**arguments)
 
     def give_up(self, **arguments: Any) -> Any:
-        """Begin a request, and let decode abort it."""
+        """Start a request, and let decode abort it."""
         return self.side.give_up(**arguments)
 
     def strangers(self, **arguments: Any) -> Any:
-        """Let decode ranks that are not SGLang's ask for rooms."""
+        """Let decode ranks without SGLang request rooms."""
         return strangers.ask_for(self.side, **arguments)
 
     def soak(self, **arguments: Any) -> Any:
@@ -122,5 +122,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     OUTPUT = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print, too
+    os.dup2(2, 1)  # libraries print to stdout as well
     main()

@@ -1,4 +1,4 @@
-"""Tiny random models and managers over them, the same in every process."""
+"""Tiny models with random weights, and managers over them, the same in every process."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ KINDS = ("full_attention", "sliding_attention", "sliding_attention")
 
 
 def make_model(name: str) -> Any:
-    """Make "full" (Llama), "mixed" (the last two layers have a window) or "window" (all of them have)."""
+    """Make "full" (Llama), "mixed" (the last two layers have a sliding window) or "window" (all layers have one)."""
     torch.set_num_threads(1)
     model: Any
     if name == "full":
@@ -50,7 +50,7 @@ def make_model(name: str) -> Any:
 def make_manager(
     name: str = "full", *, page_size: int = 16, num_blocks: int = 64, samples: bool = False, **settings: Any
 ) -> Any:
-    """Make a manager that is not running, with chunks of 32 tokens."""
+    """Make a manager that is not running yet, with chunks of 32 tokens."""
     config = ContinuousBatchingConfig(
         page_size=page_size,
         num_blocks=num_blocks,

@@ -1,4 +1,4 @@
-"""Two managers with kvflow between them, in one process."""
+"""Two managers of transformers in one process, connected by kvflow."""
 
 import queue
 import time
@@ -18,13 +18,11 @@ __all__ = ["Pair"]
 
 
 class Pair(AdapterUnderTest):
-    """A prefill and a decode manager, with pages of different sizes, and one alone to compare with.
-
-    Use it as a context manager.
+    """A prefill and a decode manager with pages of different sizes, and a reference manager; a context manager.
 
     Attributes:
-        receivers: Of requests that the decode manager was given.
-        fingerprint: Of both caches.
+        receivers: Receivers of the requests of the decode manager.
+        fingerprint: Fingerprint of both caches.
     """
 
     fingerprint = "tests"
@@ -107,7 +105,7 @@ class Pair(AdapterUnderTest):
         return tokens
 
     def output(self, room: str, timeout_s: float = 20) -> Any:
-        """Wait for what the decode manager delivers."""
+        """Wait for the output of the decode manager."""
         deadline = time.monotonic() + timeout_s
         outputs = self.decode_end.engine.manager.output_router.output_queue
         while room not in self._outputs:

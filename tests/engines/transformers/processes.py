@@ -1,4 +1,4 @@
-"""A prefill and a decode manager with kvflow between them, each in a process of its own."""
+"""A prefill and a decode manager connected by kvflow, each in a process of its own."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ SPAWN: Final = multiprocessing.get_context("spawn")
 
 
 class Processes(KillableAdapter):
-    """One half of a `Pair` in each process. Use it as a context manager."""
+    """One half of a `Pair` in each process; a context manager."""
 
     def __init__(self) -> None:
         self._processes: dict[SideName, tuple[Any, Connection]] = {}
@@ -51,7 +51,7 @@ class Processes(KillableAdapter):
         process = SPAWN.Process(target=_serve, args=(side, its_pipe), daemon=True)
         process.start()
         its_pipe.close()
-        pipe.recv()  # it is ready
+        pipe.recv()  # wait until the process is ready
         self._processes[side] = process, pipe
 
     @override

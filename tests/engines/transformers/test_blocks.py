@@ -1,4 +1,4 @@
-"""Blocks that are shared, taken away, or few."""
+"""Blocks that are shared, preempted, or scarce."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def test_prefix_that_decode_has_is_not_sent(pair: Pair) -> None:
 
 @pytest.mark.parametrize("allow_block_sharing", [True, False])
 def test_prompt_is_computed_again_behind_what_was_offered(allow_block_sharing: bool) -> None:
-    """In other blocks, or with those that are held, if the cache shares them."""
+    """In other blocks, or in the held ones if the cache shares blocks."""
     with Pair(allow_block_sharing=allow_block_sharing) as pair:
         compute_twice(pair, prompt(0, 110))
 
@@ -53,13 +53,13 @@ def compute_twice(pair: Pair, tokens: list[int]) -> None:
     pair.decode(tokens, pair.prefill(tokens, "again"))
     assert pair.result("again") == pair.reference(tokens)
     assert len(calls) > 2
-    assert pair.receivers["again"].result().num_bytes == 110 * 2 * 3 * 3 * 16 * 4  # nothing twice
+    assert pair.receivers["again"].result().num_bytes == 110 * 2 * 3 * 3 * 16 * 4  # nothing is sent twice
     end.engine.manager.get_result(timeout=20)
     assert not end.engine.blocks("again")["full_attention"]
 
 
 def soft_reset(engine: Any, room: str) -> None:
-    """Do what the manager's offloading does when blocks run out."""
+    """Preempt a request, as the manager's offloading does when blocks run out."""
     state = engine.scheduler.active_requests[room]
     engine.cache.free_blocks(room, no_cache=True)
     again = state.create_equivalent_initial_request()

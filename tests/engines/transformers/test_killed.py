@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of a handover, over NIXL."""
+"""Processes that are killed in the middle of a handover over NIXL."""
 
 import signal
 from typing import Any
@@ -74,12 +74,12 @@ async def abort_beside_a_stopped_process(pair: Pair) -> None:
             assert pair.used_pages("decode") == 1
             prefill.send_signal(signal.SIGKILL)
             assert receiver.until_safe(20) is kvflow.Memory.SAFE
-            while pair.used_pages("decode"):  # until the loop's next step
+            while pair.used_pages("decode"):  # until the next step of the loop
                 receiver.wait(0.01)
 
 
 def own_output(pair: Pair) -> Any:
-    """What the decode manager generates from a prompt that it computes itself."""
+    """Return what the decode manager generates from a prompt that it computes itself."""
     manager = pair.decode_end.engine.manager
     manager.add_request(PROMPT, request_id="own")
     return pair.output("own").generated_tokens

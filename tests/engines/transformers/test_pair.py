@@ -1,4 +1,4 @@
-"""Two managers of transformers with kvflow between them, compared with one alone."""
+"""Two managers of transformers connected by kvflow, compared with a single one."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,7 @@ def test_abort(any_pair: Pair) -> None:
 
 
 def test_more_requests_than_fit_wait_on_both_sides() -> None:
-    """Twelve blocks of 16 tokens on prefill, and as many of 8 on decode, for seven prompts of 5 and 9 blocks."""
+    """Each side has twelve blocks, of 16 tokens on prefill and of 8 on decode, for seven prompts of 5 and 9 blocks."""
     with Pair(num_blocks=12) as pair:
         check_more_than_fit(pair, [prompt(seed, 65) for seed in range(7)])
 
@@ -55,10 +55,10 @@ def test_first_token_is_the_last(any_pair: Pair) -> None:
 
 
 def test_request_that_prefill_refuses_when_its_ticket_is_out(any_pair: Pair) -> None:
-    """The manager looks at a request when its loop takes it in."""
+    """The manager validates a request only when its loop takes it in."""
     check_refusal_is_told(any_pair, PROMPTS[0])
 
 
 def test_restart() -> None:
-    with Pair(handshake_s=2) as pair:  # how long it takes to see that nobody is at the address in a stale ticket
+    with Pair(handshake_s=2) as pair:  # time until a stale ticket's address counts as dead
         check_restart(pair, PROMPTS[0])

@@ -1,4 +1,4 @@
-"""What the ends refuse."""
+"""Requests and settings that the adapter refuses."""
 
 import re
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def test_bad_requests_are_refused_and_harm_nobody(pair: Pair) -> None:
         pair.prefill(tokens, "")
     with pytest.raises(TicketError):
         pair.decode(tokens, {})
-    for wrong in ([], prompt(0, 64 * 8)):  # there must be room for a token more
+    for wrong in ([], prompt(0, 64 * 8)):  # room for one more token is needed
         with pytest.raises(PlanError, match="does not fit"):
             pair.decode(wrong, ticket)
     pair.decode(tokens, ticket)
@@ -60,7 +60,7 @@ def test_settings_that_prefill_cannot_use_end_the_request_on_both_sides(pair: Pa
 
 
 def test_settings_that_decode_cannot_use_are_refused(pair: Pair) -> None:
-    """The next request is right."""
+    """The next request succeeds."""
     tokens = prompt(6, 45)
     ticket = pair.prefill(tokens, "decode")
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -80,9 +80,9 @@ def test_settings_of_a_wrong_type_are_refused() -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_id_of_another_request_of_the_manager_is_refused(pair: Pair, side: SideName) -> None:
-    """Its cache would be sent, or overwritten."""
+    """Otherwise the other request's cache would be sent or overwritten."""
     manager = pair.end(side).engine.manager
-    with manager.pause():  # it stays in the queue of what comes in
+    with manager.pause():  # the request stays in the input queue
         manager.add_request(prompt(1, 30), request_id=f"own {side}")
         tokens, ticket = prompt(2, 30), pair.prefill_end.rank.ticket("own decode")
         with pytest.raises(LocalProtocolError, match="in use"):
@@ -90,7 +90,7 @@ def test_id_of_another_request_of_the_manager_is_refused(pair: Pair, side: SideN
 
 
 def test_request_of_the_manager_cannot_take_the_id_of_one_under_way(pair: Pair) -> None:
-    """Its cache would be sent, or overwritten by what arrives."""
+    """Otherwise the cache of the new request would be sent, or overwritten by what arrives."""
     tokens, other = prompt(7, 100), prompt(8, 30)
     with pair.prefill_end.engine.manager.pause(), pair.decode_end.engine.manager.pause():
         pair.decode(tokens, pair.prefill(tokens, "taken"))
@@ -110,7 +110,7 @@ def test_manager_that_was_restarted_takes_no_requests() -> None:
 
 
 def test_generation_loop_that_fails_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On decode before the pages have come, and on prefill before the prompt is computed."""
+    """On decode before the pages have arrived, and on prefill before the prompt is computed."""
     with Pair() as pair, monkeypatch.context() as patch:
         tokens = prompt(0, 45)
         ticket = pair.prefill_end.rank.ticket("never computed")
@@ -169,7 +169,7 @@ def test_managers_that_are_not_served() -> None:
 
 
 def test_extras_install_the_version_that_is_served() -> None:
-    """That of the adapter, and that of the demo."""
+    """The extras of the adapter and of the demo."""
     found = re.findall(r'"transformers([=<>][^"]*)"', PROJECT.read_text())
     assert found == [f"=={VERSION}*"] * 2
 

@@ -15,11 +15,11 @@ __all__ = ["Options"]
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What it computes.
+    """Options of the process.
 
     Attributes:
-        prompts: By room.
-        fingerprint: That of decode.
+        prompts: Prompts by room.
+        fingerprint: Fingerprint of decode's cache.
     """
 
     prompts: dict[str, list[int]]
@@ -32,7 +32,7 @@ def _serve(options: Options, line: Line) -> None:
     with PrefillManager(manager, config, fingerprint=options.fingerprint) as end:
 
         def hang(*_: Any) -> None:
-            """In the middle: decode has granted, and has some of it."""
+            """Hang in the middle: decode has granted its pages and received a part."""
             while any(one.sender.wanted is None for one in sent.values()) or not _num_posts(end):
                 end.rank.wait_any(0.01)
             line.report("hangs")

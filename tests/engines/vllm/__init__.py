@@ -1,1 +1,1 @@
-"""The adapter of vLLM: real servers on CPUs, and real routers before them."""
+"""Tests of the vLLM adapter: real servers on CPUs, behind real routers."""

@@ -1,4 +1,4 @@
-"""What the tests with real vLLM servers have in common."""
+"""Fixtures of the tests with real vLLM servers."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 
 if importlib.util.find_spec("vllm") is not None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of vLLM's own imports; in tests, warnings are errors
+        warnings.simplefilter("ignore")  # from vLLM's own imports; in tests, warnings are errors
         importlib.import_module("vllm.v1.attention.backends.cpu_attn")
 
     import aiohttp
@@ -29,12 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
-    """Two servers, for all tests of the session; a test leaves them as they were."""
+    """Start two servers for all tests of the session; each test restores their state."""
     place: Path = tmp_path_factory.mktemp("vllm")
     deployment = Deployment(
         place,
         extra_config={"timeouts": {"grant_s": GRANT_S, "open_s": 5.0}},
-        arguments=("--max-num-batched-tokens", "512"),  # so that long prompts come in chunks
+        arguments=("--max-num-batched-tokens", "512"),  # so that long prompts are computed in chunks
     )
     try:
         deployment.start()
@@ -45,6 +45,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
 
 @pytest.fixture
 async def client() -> "AsyncIterator[aiohttp.ClientSession]":
-    """A client of its own for each test."""
+    """Open an HTTP client for one test."""
     async with open_client() as session:
         yield session

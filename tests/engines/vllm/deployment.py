@@ -1,4 +1,4 @@
-"""A prefill and a decode server, and what tests ask of them."""
+"""A prefill and a decode server, with the requests and checks that tests need."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,22 +20,22 @@ from tests.support.ports import unused_port
 __all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
 
 SETTLE_S: Final = 20.0
-"""Longer than anything that a failure takes, and shorter than what prefill waits for decode: it has to be told."""
+"""Longer than any failure takes, and shorter than `GRANT_S`: prefill must be notified, not time out."""
 
 GRANT_S: Final = 30.0
-"""How long prefill waits for decode to come."""
+"""How long prefill waits for decode's grant."""
 
 QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class Deployment:
-    """Two servers of one model, by default the small one.
+    """Two servers of one model, the small one by default.
 
     Attributes:
-        prefill: Computes prompts. Asked without `kv_transfer_params`, it answers like any server.
-        decode: Continues them.
-        mooncake_port: Where prefill answers routers of the `mooncake` dialect.
-        wrong_page: While this file exists, prefill sends a page that is not the request's.
+        prefill: Computes prompts. Without `kv_transfer_params`, it answers like any server.
+        decode: Continues from the cache of prefill.
+        mooncake_port: Port where prefill answers routers of the `mooncake` dialect.
+        wrong_page: While this file exists, prefill sends a page of another request.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Deployment:
         extra_config: Mapping[str, Any] | None = None,
         arguments: tuple[str, ...] = (),
         prefill_workers: int = 1,
+        divided_by: str = "tensor",
         load_failure_policy: str = "fail",
     ) -> None:
         self.wrong_page = place / "wrong_page"
@@ -55,14 +56,18 @@ class Deployment:
             model=str(model or prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
-            extra_config={"port": unused_port(), "mooncake_port": self.mooncake_port, **(extra_config or {})},
+            extra_config={
+                "port": unused_port(),
+                **({} if divided_by == "data" else {"mooncake_port": self.mooncake_port}),
+                **(extra_config or {}),
+            },
             arguments=arguments,
             is_cpu=True,
         )
         decode = described[1]
         connector = {**decode.connector, "kv_load_failure_policy": load_failure_policy}
         described = (
-            _with_workers(described[0], prefill_workers),
+            _with_workers(described[0], prefill_workers, divided_by),
             msgspec.structs.replace(decode, connector=connector),
         )
         self.prefill, self.decode = (
@@ -75,23 +80,23 @@ class Deployment:
         self._texts: dict[tuple[str, int], str] = {}
 
     def start(self) -> None:
-        """Start both, and wait until they are ready."""
+        """Start both servers, and wait until they are ready."""
         self.prefill.start()
         self.decode.start()
         anyio.run(self.wait_until_ready)
 
     async def wait_until_ready(self) -> None:
-        """Wait until both are."""
+        """Wait until both servers are ready."""
         await self.prefill.wait_until_ready()
         await self.decode.wait_until_ready()
 
     def stop(self) -> None:
-        """Stop both, however they are."""
+        """Stop both servers, whatever state they are in."""
         self.prefill.stop()
         self.decode.stop()
 
     async def text(self, client: aiohttp.ClientSession, prompt: str, tokens: int) -> str:
-        """Return what one server alone answers."""
+        """Return the text of a single server."""
         if (prompt, tokens) not in self._texts:
             answer = await ask(client, self.prefill.url, prompt, tokens)
             assert answer.status == 200, answer.error
@@ -104,7 +109,7 @@ class Deployment:
             await settled(client, server, lambda found: not any(found[name] for name in IN_USE), within_s)
 
     async def hands_over(self, client: aiohttp.ClientSession, url: str, prompt: str, tokens: int = 8) -> None:
-        """Check that a router gives the text of one server, and that decode did not compute the prompt itself."""
+        """Check that a router returns the text of a single server, and that decode did not recompute the prompt."""
         before = await metrics(client, self.decode.url)
         answer = await ask(client, url, prompt, tokens, stream=True)
         assert (answer.status, answer.error) == (200, "")
@@ -113,8 +118,8 @@ class Deployment:
         assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
 
 
-def _with_workers(server: VllmServer, count: int) -> VllmServer:
-    """Let workers share the heads, each on a CPU of its own as far as there are enough."""
+def _with_workers(server: VllmServer, count: int, divided_by: str) -> VllmServer:
+    """Let workers share the heads (`tensor`) or requests (`data`), each on a CPU of its own while there are enough."""
     if count == 1:
         return server
     cpus = sorted(os.sched_getaffinity(0))
@@ -122,7 +127,7 @@ def _with_workers(server: VllmServer, count: int) -> VllmServer:
     return msgspec.structs.replace(
         server,
         cpus=None,
-        arguments=(*server.arguments, "--tensor-parallel-size", str(count)),
+        arguments=(*server.arguments, f"--{divided_by}-parallel-size", str(count)),
         environment={**server.environment, **CPU_ENVIRONMENT, **binding, "OMP_NUM_THREADS": "1"},
     )
 
@@ -135,7 +140,7 @@ KNOWN: Final = "prefix_cache_hits_total"
 async def settled(
     client: aiohttp.ClientSession, server: Server, is_so: Callable[[dict[str, float]], bool], within_s: float = SETTLE_S
 ) -> None:
-    """Wait until a server's metrics are as they should."""
+    """Wait until a server's metrics have the expected values."""
     found: dict[str, float] = {}
     with anyio.move_on_after(within_s):
         while True:
@@ -148,7 +153,7 @@ async def settled(
 
 
 async def leave_after(seconds: float, call: Callable[[], Any]) -> Answer | None:
-    """Ask, and close the connection after a while; gives the answer if that came first."""
+    """Make a call, and close the connection after a while; return the answer if it comes first."""
     with suppress(aiohttp.ClientError), anyio.move_on_after(seconds):
         answer: Answer = await call()
         return answer

@@ -1,4 +1,4 @@
-"""Small models whose layers have caches of several kinds."""
+"""Small models whose layers have several kinds of cache."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +23,10 @@ WINDOW: Final = 100
 
 
 def make_windowed_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model of which two layers in three see a window only, so vLLM has three groups of caches.
+    """Make a model in which two of three layers have a sliding window, so vLLM forms three groups of caches.
 
     Args:
-        place: Where to put it.
+        place: Directory of the model.
         tokenizer: Directory of the tokenizer to use.
     """
     return _make(
@@ -43,14 +43,14 @@ def make_windowed_model(place: Path, tokenizer: Path) -> Path:
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        initializer_range=0.3,  # so that what a token sees decides about the next one
+        initializer_range=0.3,  # so that the visible tokens decide the next one
         tie_word_embeddings=False,
         pad_token_id=0,
     )
 
 
 def make_mamba_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model in which Mamba-2 and attention take turns; arguments as above."""
+    """Make a model that alternates Mamba-2 and attention; arguments as above."""
     return _make(
         place,
         tokenizer,
@@ -76,7 +76,7 @@ def make_mamba_model(place: Path, tokenizer: Path) -> Path:
 
 
 def make_gated_delta_model(place: Path, tokenizer: Path) -> Path:
-    """Make a model in which gated delta nets and attention take turns; in bf16, as vLLM asks."""
+    """Make a model that alternates gated delta nets and attention, in bf16 as vLLM requires."""
     return _make(
         place,
         tokenizer,
@@ -121,7 +121,7 @@ def _make(
 
 
 def prompt_of_tokens(count: int) -> str:
-    """Return a prompt of so many tokens."""
+    """Return a prompt of `count` tokens."""
     words = AutoTokenizer.from_pretrained(prepare_smollm2())
     prompts = (prompt_of(seed, count - fewer) for seed in range(50) for fewer in range(count // 10))
     return next(prompt for prompt in prompts if len(words(prompt)["input_ids"]) == count)

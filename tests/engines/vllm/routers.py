@@ -1,4 +1,4 @@
-"""The routers that people use, from their wheels, each in an environment of its own; see `make test-vllm`."""
+"""Common routers, installed from wheels into environments of their own; see `make test-vllm`."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,13 +20,13 @@ CHECKS: Final = ("--worker-startup-check-interval", "1", "--health-check-interva
 
 @asynccontextmanager
 async def vllm_router(prefill: str, decode: str, logs: Path, *, mooncake_port: int | None = None) -> AsyncIterator[str]:
-    """Run vLLM's own router, with servers that it is told; gives its URL.
+    """Run vLLM's own router with a static list of servers, and yield its URL.
 
     Args:
         prefill: URL of the prefill server.
         decode: URL of the decode server.
-        logs: Where its files go.
-        mooncake_port: Speak the `mooncake` dialect, and ask there for the id of prefill's engine.
+        logs: Directory for its files.
+        mooncake_port: Use the `mooncake` dialect, and query this port for the id of prefill's engine.
     """
     connector = "nixl" if mooncake_port is None else "mooncake"
     command = ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin", "--prefill", prefill]
@@ -38,13 +38,13 @@ async def vllm_router(prefill: str, decode: str, logs: Path, *, mooncake_port: i
 
 @asynccontextmanager
 async def smg(servers: Mapping[str, str], logs: Path) -> AsyncIterator[str]:
-    """Run the router of the SGLang project, with servers from a file; gives its URL.
+    """Run SGLang's router with servers from a file, and yield its URL.
 
     Args:
-        servers: "prefill" or "decode" by URL.
-        logs: Where its files go.
+        servers: "prefill" or "decode", by URL.
+        logs: Directory for its files.
     """
-    # It asks for the cache only if the prefill server has a connector of exactly this name.
+    # The router requests the cache only if the prefill server has a connector of exactly this name.
     connectors = {"prefill": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}
     workers = [
         {"id": f"{kind}-{number}", "url": url, "worker_type": kind, **connectors.get(kind, {})}

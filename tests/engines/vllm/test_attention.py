@@ -1,4 +1,4 @@
-"""Blocks that vLLM's own kernels write and read, moved by kvflow in between."""
+"""Blocks that vLLM's own kernels write and read, with a transfer by kvflow in between."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 
 HEADS, SIZE, BLOCK, BLOCKS = 4, 64, 32, 8
 TOKENS = 70
-"""Two whole blocks, and a part of a third one."""
+"""Two whole blocks, and a part of a third."""
 
 NAME = "layer"
 ISA = _get_attn_isa(torch.float32, BLOCK, SIZE, "auto")
@@ -47,7 +47,7 @@ class Worker:
 
     @property
     def halves(self) -> Sequence[torch.Tensor]:
-        """K and V, as vLLM's backend cuts them."""
+        """Return K and V, as vLLM's backend splits them."""
         return self.cache.view(BLOCKS, -1, 2 * BLOCK, SIZE).chunk(2, dim=2)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, blocks: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Worker:
         ops.cpu_attn_reshape_and_cache(*own, *self.halves, slots, ISA)
 
     def attend(self, query: torch.Tensor, blocks: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """Return what one token sees in them."""
+        """Return the attention output of a query over blocks."""
         lengths, start = torch.tensor([num_tokens], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
             1, HEADS, HEADS, SIZE, lengths, torch.float32, start, True, -1, ISA, False
@@ -71,7 +71,7 @@ class Worker:
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN"])
 def test_attention_sees_what_was_moved(backend: str, tp_size: int) -> None:
-    """Described by its shape alone, as other backends are, a block that is not full arrives wrong."""
+    """Declared by its shape alone, as for other backends, a partial block of the CPU backend arrives wrong."""
     generator = torch.Generator().manual_seed(3)
     keys, values = (torch.randn(TOKENS, HEADS, SIZE, generator=generator) for _ in range(2))
     query = torch.randn(1, HEADS, SIZE, generator=generator)
@@ -88,7 +88,7 @@ def test_attention_sees_what_was_moved(backend: str, tp_size: int) -> None:
 
 
 def move(workers: Sequence[Worker], decode: Worker, source: Sequence[int], target: Sequence[int]) -> None:
-    """Move tokens in two chunks, of which the first ends within a block."""
+    """Move tokens in two chunks; the first ends within a block."""
     ranks: list[kvflow.blocking.PrefillRank] = []
     for number, worker in enumerate(workers):
         config = kvflow.PrefillConfig(

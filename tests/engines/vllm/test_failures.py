@@ -1,4 +1,4 @@
-"""Clients that leave and servers that die: what is in use is given back, and the next request is right."""
+"""Clients that disconnect and servers that die: resources are released, and the next request succeeds."""
 
 import uuid
 
@@ -17,7 +17,7 @@ TOKENS = 8
 
 
 async def check_service(pair: Deployment, client: aiohttp.ClientSession, number: int) -> None:
-    """Nothing is in use soon, and a request is handed over."""
+    """Check that nothing stays in use, and that a request is handed over."""
     await pair.until_free(client)
     prompt = prompt_of(number, 150)
     _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
@@ -45,7 +45,7 @@ async def test_the_client_leaves_while_decode_answers(pair: Deployment, client: 
 async def test_the_client_leaves_while_pages_move(
     pair: Deployment, client: aiohttp.ClientSession, delay_s: float
 ) -> None:
-    """Late enough that decode knows of the request; what nobody asks for is kept for `grant_s`."""
+    """Each delay lets decode see the request first; otherwise prefill would keep the blocks for `grant_s`."""
     prompt = prompt_of(64, 1000)
     first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
     assert first.params is not None
@@ -54,7 +54,7 @@ async def test_the_client_leaves_while_pages_move(
 
 
 async def test_a_ticket_of_another_prompt_is_not_used(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """Its tokens are not those of the prompt: decode computes it itself. vLLM's own connector takes its server down."""
+    """Decode computes its own prompt instead of using another's cache. vLLM's own connector crashes the server."""
     first = await ask(client, pair.prefill.url, prompt_of(66, 100), 1, PREFILL_PARAMS)
     assert first.params is not None
     prompt = prompt_of(67, 300)
@@ -66,7 +66,7 @@ async def test_a_ticket_of_another_prompt_is_not_used(pair: Deployment, client: 
 
 
 async def test_a_ticket_that_was_used_fails_at_once(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """Prefill has given the blocks back: an error, not a text."""
+    """Prefill has released the blocks, so decode returns an error, not a text."""
     prompt = prompt_of(71, 100)
     first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
     assert first.params is not None
@@ -77,7 +77,7 @@ async def test_a_ticket_that_was_used_fails_at_once(pair: Deployment, client: ai
 
 
 async def test_a_retry_of_the_pair_with_the_same_ids_succeeds(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """As routers do it: the first decode request was lost, and the client's id is the same in the second try."""
+    """Routers retry like this: the first decode request was lost, and the client's id stays the same."""
     prompt, name = prompt_of(69, 200), uuid.uuid4().hex
     client.headers["X-Request-Id"] = name
     first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
@@ -86,7 +86,7 @@ async def test_a_retry_of_the_pair_with_the_same_ids_succeeds(pair: Deployment, 
     _, answer = await hand_over(client, pair.prefill.url, pair.decode.url, prompt, TOKENS)
     assert answer is not None
     assert (answer.status, answer.text) == (200, await pair.text(client, prompt, TOKENS))
-    await pair.until_free(client, GRANT_S + SETTLE_S)  # nobody asks for what the first try has computed
+    await pair.until_free(client, GRANT_S + SETTLE_S)  # the result of the first try is never requested
 
 
 async def test_decode_never_comes(pair: Deployment, client: aiohttp.ClientSession) -> None:
@@ -97,7 +97,7 @@ async def test_decode_never_comes(pair: Deployment, client: aiohttp.ClientSessio
 
 
 async def test_decode_refuses_the_request(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """Its own front end does, so its scheduler never has it; prefill is told all the same."""
+    """Decode's front end refuses it, so its scheduler never sees it; prefill must still be notified."""
     first = await ask(client, pair.prefill.url, prompt_of(75, 100), 1, PREFILL_PARAMS)
     assert first.params is not None
     refused = await ask(client, pair.decode.url, prompt_of(75, 100), 1_000_000, first.params)
@@ -106,7 +106,7 @@ async def test_decode_refuses_the_request(pair: Deployment, client: aiohttp.Clie
 
 
 async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """On decode they are two requests with one ticket, and equal, since only the most likely tokens count."""
+    """On decode they are two requests with one ticket. With `top_k` of 1 both answers are equal."""
     prompt = prompt_of(77, 300)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.5, "top_k": 1, "n": 2}
     proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
@@ -122,7 +122,7 @@ async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.Clien
 async def test_a_killed_server_comes_back(
     pair: Deployment, client: aiohttp.ClientSession, victim: str, times: int
 ) -> None:
-    """Four requests at a time; the survivor is not restarted, and nothing that is answered is wrong."""
+    """Four requests run at a time. The survivor is not restarted, and no answer is wrong."""
     server: Server = getattr(pair, victim)
     other = pair.decode if victim == "prefill" else pair.prefill
     for number in range(times):
@@ -142,7 +142,7 @@ async def test_a_killed_server_comes_back(
 
 
 async def _ask_all(pair: Deployment, asked: list[str], expected: dict[str, str]) -> None:
-    """Errors are to be expected, wrong texts are not."""
+    """Send requests until all have been tried; errors are allowed, wrong texts are not."""
     async with aiohttp.ClientSession() as client:
         for prompt in asked:
             try:

@@ -1,4 +1,4 @@
-"""Models whose layers differ: vLLM keeps their blocks in several groups."""
+"""Models with different kinds of layers, whose blocks vLLM keeps in several groups."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = 12
 BLOCK = 32
 STEP = 192
-"""Most tokens of a step, so that prompts come in chunks."""
+"""Most tokens per step, so that prompts are computed in chunks."""
 
 CHUNKS = ("--max-num-batched-tokens", str(STEP))
 UNCACHED = ("--no-enable-prefix-caching", *CHUNKS)
@@ -38,7 +38,7 @@ MODELS: Final = {
     "Mamba-2, 2 workers": (make_mamba_model, 2, UNCACHED),
     "gated delta nets": (make_gated_delta_model, 1, ("--dtype", "bfloat16", *UNCACHED)),
 }
-"""How they are made, how many workers prefill has (decode has one), and how servers are started."""
+"""For each model: how it is made, the number of prefill workers (decode has one), and server arguments."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def models(*names: str) -> pytest.MarkDecorator:
-    """Run a test with these models, each in servers of its own."""
+    """Return a mark that runs a test with these models, each in servers of its own."""
     return pytest.mark.parametrize("mixed", names, indirect=True, scope="module")
 
 
@@ -70,14 +70,14 @@ async def compare(mixed: Deployment, client: aiohttp.ClientSession, prompts: Ite
 
 @models(*WINDOWS, *STATES)
 async def test_texts_are_those_of_one_server(mixed: Deployment, client: aiohttp.ClientSession) -> None:
-    """Prompts shorter and longer than the window, and of each length within a block."""
+    """Prompts shorter and longer than the window, ending at every position within a block."""
     words = [5, WINDOW - 10, 700, *range(300, 300 + BLOCK, 3)]
     await compare(mixed, client, (prompt_of(300 + number, count) for number, count in enumerate(words)))
 
 
 @models("gated delta nets")
 async def test_states_in_half_precision(mixed: Deployment, client: aiohttp.ClientSession) -> None:
-    """In bf16, texts depend on how vLLM cuts a prompt; so take prompts that it cuts before the last token."""
+    """In bf16, texts depend on how vLLM chunks a prompt, so these prompts are cut before the last token."""
     await compare(mixed, client, [prompt_of_tokens(count * STEP + 1) for count in (1, 2, 3)])
 
 
@@ -92,7 +92,7 @@ async def test_decode_has_a_prefix(mixed: Deployment, client: aiohttp.ClientSess
 async def test_a_wrong_page_gives_another_text(
     mixed: Deployment, client: aiohttp.ClientSession, component: str
 ) -> None:
-    """The comparison can fail, for a small window or a state too."""
+    """The comparison can fail, even for a small window or a state."""
     prompt = prompt_of(401, 200)
     mixed.wrong_page.write_text(component)
     try:

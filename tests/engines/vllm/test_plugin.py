@@ -1,4 +1,4 @@
-"""What vLLM finds of kvflow by itself: the connector by its name, series of metrics."""
+"""What vLLM discovers of kvflow: the connector by its name, and its metrics."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_series_of_vllm_and_of_kvflow_are_filled() -> None:
     assert found["vllm:kvflow_failed_transfers_totalnot_granted"] == 2
     assert found["vllm:kvflow_aborted_transfers_total"] == 2
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
-    assert found["vllm:nixl_num_failed_transfers_total"] == 2  # those that were aborted have not failed
+    assert found["vllm:nixl_num_failed_transfers_total"] == 2  # aborted transfers have not failed
     assert found["vllm:nixl_num_kv_expired_reqs_total"] == 2
     assert found["vllm:nixl_bytes_transferred_sum"] == 2**21
     assert Stats.of(sent).reduce()["Failures"] == "not_granted"

@@ -1,4 +1,4 @@
-"""vLLM's other policy for a cache that does not come: decode computes the prompt itself."""
+"""vLLM's policy "recompute": decode computes the prompt itself if the cache does not arrive."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def recomputing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment
 
 
 async def test_text_is_right_without_the_cache(recomputing: Deployment, client: aiohttp.ClientSession) -> None:
-    """Of a ticket that was used before, and of a prefill server that has died."""
+    """With a ticket that was used before, and after the death of the prefill server."""
     prompts = [prompt_of(500 + number, 200) for number in range(2)]
     expected = [await recomputing.text(client, prompt, TOKENS) for prompt in prompts]
     tickets = []

@@ -1,4 +1,4 @@
-"""Routers as they are on PyPI, before servers with kvflow's connector."""
+"""Released routers from PyPI, in front of servers with kvflow's connector."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 @pytest.fixture(params=["nixl", "mooncake"])
 async def static(pair: Deployment, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """The router of vLLM, in both dialects."""
+    """Run vLLM's router, in both dialects."""
     port = pair.mooncake_port if request.param == "mooncake" else None
     async with vllm_router(pair.prefill.url, pair.decode.url, tmp_path, mooncake_port=port) as url:
         yield url
@@ -25,7 +25,7 @@ async def static(pair: Deployment, tmp_path: Path, request: pytest.FixtureReques
 
 @pytest.fixture
 async def with_a_dead_decode(pair: Deployment, tmp_path: Path) -> AsyncIterator[str]:
-    """The router of SGLang; nobody listens at one of the two decode servers of its list."""
+    """Run SGLang's router with two decode servers, one of which does not exist."""
     dead = f"http://127.0.0.1:{unused_port()}"
     async with smg({pair.prefill.url: "prefill", pair.decode.url: "decode", dead: "decode"}, tmp_path) as url:
         yield url
@@ -38,7 +38,7 @@ async def test_vllm_router(pair: Deployment, client: aiohttp.ClientSession, stat
 
 
 async def test_smg_drains_a_worker(pair: Deployment, client: aiohttp.ClientSession, tmp_path: Path) -> None:
-    """Of two, which are one decode server under two names; requests go on meanwhile, and nothing is left over."""
+    """The two workers are one decode server under two names; requests continue meanwhile, and no resources leak."""
     other = pair.decode.url.replace("127.0.0.1", "localhost")
     servers = {pair.prefill.url: "prefill", pair.decode.url: "decode", other: "decode"}
     async with smg(servers, tmp_path) as url:
@@ -56,7 +56,7 @@ async def test_smg_drains_a_worker(pair: Deployment, client: aiohttp.ClientSessi
 
 
 async def test_smg_with_a_dead_decode(pair: Deployment, client: aiohttp.ClientSession, with_a_dead_decode: str) -> None:
-    """Its retries are of the whole pair: prefill is asked again."""
+    """The router retries the whole pair, so prefill receives the request again."""
     for number in range(6):
         await pair.hands_over(client, with_a_dead_decode, prompt_of(210 + number, 10 + 60 * number))
     await pair.until_free(client)

@@ -1,4 +1,4 @@
-"""Texts that two servers give together are those that one gives alone."""
+"""Two servers together generate the same texts as a single one."""
 
 import aiohttp
 import anyio
@@ -19,7 +19,7 @@ TOKENS = 12
 async def test_texts_are_those_of_one_server(
     pair: Deployment, client: aiohttp.ClientSession, *, at_once: int, is_concurrent: bool
 ) -> None:
-    """Of 5 to 1,200 tokens, through the proxy; decode gets every prompt but a token from prefill."""
+    """Prompts of 5 to 1,200 tokens, through the proxy; decode receives all but the last token from prefill."""
     asked = [f"{at_once} {is_concurrent} {prompt}" for prompt in prompts(12, 4, 900)]
     before = await metrics(client, pair.decode.url)
     found: dict[str, str] = {}
@@ -43,7 +43,7 @@ async def test_texts_are_those_of_one_server(
 
 
 async def test_only_missing_blocks_are_asked_for(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """Decode has whole blocks of 128 tokens of an earlier prompt, and asks for what follows."""
+    """Decode holds whole blocks of 128 tokens of an earlier prompt, and requests the tokens behind them."""
     first = prompt_of(50, 400)
     for prompt in (first, f"{first} and then"):
         before = await metrics(client, pair.decode.url)
@@ -57,8 +57,8 @@ async def test_only_missing_blocks_are_asked_for(pair: Deployment, client: aioht
 
 
 async def test_a_wrong_page_gives_another_text(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """The comparison can fail: decode does continue from what it was sent."""
-    lengths = {60: 20, 62: 25, 65: 30, 67: 35}  # their words do not come in turns, so none is to be guessed
+    """The comparison can fail, so decode does use the cache that it receives."""
+    lengths = {60: 20, 62: 25, 65: 30, 67: 35}  # their words do not alternate, so none can be guessed
     asked = [prompt_of(number, num_words) for number, num_words in lengths.items()]
     pair.wrong_page.touch()
     try:

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageQueue, MessageQueue]]:
-    """Both ends of a queue."""
-    monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # to be as it was afterwards
+    """Open both ends of a queue."""
+    monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # makes monkeypatch restore it after the test
     writer = MessageQueue(1, 1)
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     with ThreadPoolExecutor() as executor:

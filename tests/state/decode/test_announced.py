@@ -1,4 +1,4 @@
-"""Rooms that a decode rank announces: the prefill instance is told that pages will come, and is granted them then."""
+"""Rooms that a decode rank announces: prefill learns that pages will come, and is granted them later."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def core() -> DecodeDriver:
 
 @pytest.fixture
 def connected(core: DecodeDriver) -> DecodeDriver:
-    """One announced room, of which two ranks know."""
+    """One announced room, which two ranks have received."""
     core(announced())
     core.connect(PREFILL, OTHER)
     return core
@@ -56,7 +56,7 @@ def told(effects: list[DecodeEffect], kind: type[Message]) -> list[PeerId]:
 
 
 def failure(effects: list[DecodeEffect]) -> Failure | None:
-    """Of the only report, which is of a room that never had pages."""
+    """Return the failure in the only report, which is about a room that never had pages."""
     (report,) = of_kind(effects, ReportReceiver)
     assert report.memory.value == "safe"
     found: Failure | None = report.failure
@@ -127,7 +127,7 @@ def test_it_is_declined_at_once_when_the_engine_gives_it_up(connected: DecodeDri
 
 
 def test_it_is_repeated_for_as_long_as_it_is_announced(connected: DecodeDriver) -> None:
-    """Nothing confirms it, and the answer that its room has failed may be lost as well."""
+    """Nothing confirms an announcement, and the answer that its room has failed may be lost as well."""
     effects = connected.pass_time(100)
     repeated = [message for to, message in messages(effects, Announce) if to == PREFILL]
     assert 5 < len(repeated) < 20
@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_know_of_it_cannot_fail_it(connected: DecodeDriver)
 
 
 def test_it_fails_with_a_rank_that_is_lost_and_the_other_is_told_at_once(connected: DecodeDriver) -> None:
-    """The instance is not whole just now, but whoever can be reached must not hold pages."""
+    """The instance is incomplete at that moment, but every rank that can be reached must release its pages."""
     for _ in range(40):
         connected.hear(PREFILL, Pong(peer=PREFILL))
         effects = connected.sleep(1.0)

@@ -1,4 +1,4 @@
-"""A directory may say that a rank is anywhere. What is found there is no proof that its process has ended."""
+"""A directory may list a rank at any address. What listens there does not prove that the rank's process has ended."""
 
 import pytest
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ SAFE = [*DRAINING, ("failed", "safe")]
 
 
 def connect(core: DecodeDriver, other: PeerId, *, listed: str, said: str, room: int = 7) -> list[DecodeEffect]:
-    """Grant a room to a rank that a directory has somewhere, and that says itself where it listens."""
+    """Grant a room to a rank that the directory lists at one address, and that reports another itself."""
     core(request(room, room=room, instance=other.rank.instance))
     found = tuple(replace(record, endpoint=listed) for record in records(other))
     effects = core.compiled(core(ev.InstanceFound(other.rank.instance, found)))
@@ -82,7 +82,7 @@ def test_somebody_else_proves_that_a_rank_has_ended_only_at_its_own_port(
 def test_who_was_reached_at_a_port_proves_that_the_one_who_listened_there_has_ended(
     core: DecodeDriver, listed: str, said: str, outcome: object
 ) -> None:
-    """And not who says that he listens there."""
+    """The address that was actually reached counts, not the one that the rank reports."""
     connect(core, PREFILL, listed=LIE, said=endpoint_of(PREFILL))
     effects = connect(core, peer("stranger"), listed=listed, said=said, room=8)
     assert reports(effects) == outcome

@@ -1,4 +1,4 @@
-"""From the name of an instance to ranks that take grants: lookups, hellos, refusals, and rooms that wait meanwhile."""
+"""From an instance's name to ranks that accept grants: lookups, hellos, refusals, and rooms that wait meanwhile."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def core() -> DecodeDriver:
 
 @pytest.fixture
 def hellos(core: DecodeDriver) -> list[DecodeEffect]:
-    """A room waits for two ranks, which have been sent hellos."""
+    """A room waits for two ranks, to which hellos have been sent."""
     core(request())
     return core.compiled(core.found(PREFILL, OTHER_PREFILL))
 
@@ -73,7 +73,7 @@ def refuse(core: DecodeDriver, hello: Hello, **changes: Any) -> list[DecodeEffec
 
 
 def reasons(effects: list[DecodeEffect]) -> list[tuple[FailureReason, str]]:
-    """Reason and detail of each failure that was reported."""
+    """Return reason and detail of each reported failure."""
     found = [effect.failure for effect in of_kind(effects, ReportReceiver)]
     return list(dict.fromkeys((failure.reason, failure.detail) for failure in found if failure is not None))
 
@@ -193,7 +193,7 @@ def test_each_attempt_has_a_number_of_its_own(core: DecodeDriver) -> None:
 def test_a_rank_that_has_answered_is_pinged_while_others_have_not(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
-    """It would take this rank for dead otherwise, and refuse the first grants."""
+    """Otherwise the rank would consider this one dead, and refuse the first grants."""
     accept(core, hello_to(hellos, PREFILL))
     pinged = messages(core.sleep(2.5), Ping)
     assert pinged == [(PREFILL, Ping(peer=DECODE))] * 2
@@ -223,7 +223,7 @@ def test_a_connection_that_breaks_during_the_handshake_looks_the_instance_up(
 def test_who_accepts_over_a_connection_that_broke_is_suspect_until_it_is_heard(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
-    """It may have died since: its answer was on the way when its connection broke."""
+    """The rank may have died since: its answer was in flight when its connection broke."""
     core(ev.ConnectionLost(PREFILL))
     effects = core.welcome(hellos)
     assert messages(effects, Grant) == []
@@ -293,7 +293,7 @@ def test_a_welcome_of_another_attempt_replaces_nobody(core: DecodeDriver) -> Non
 
 
 def test_ranks_that_claim_the_same_address_are_never_granted_anything(core: DecodeDriver) -> None:
-    """One of the two records is wrong; the directory is asked until they are others."""
+    """One of the two records is wrong, so the directory is asked again until the records change."""
     core(request())
     both = tuple(replace(record, endpoint=endpoint_of(PREFILL)) for record in records(PREFILL, OTHER_PREFILL))
     hellos = core.compiled(core(ev.InstanceFound("prefill", both)))
@@ -428,7 +428,7 @@ def test_rooms_wait_for_the_handshake_for_so_long_and_then_fail(core: DecodeDriv
         f"prefill was not reached within 5.0 s: rank prefill/1 at {endpoint_of(OTHER_PREFILL)} does not answer"
     )
     (log,) = [item for item in of_kind(effects, LogEvent) if item.name == "instance_unreachable"]
-    assert not log.is_warning  # each room is one
+    assert not log.is_warning  # each room is logged once
 
 
 def test_a_refusal_that_fails_no_room_is_a_warning(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
@@ -521,7 +521,7 @@ def test_rooms_that_were_given_up_are_declined_as_soon_as_the_instance_is_connec
 
 
 def answer(core: DecodeDriver, sender: PeerId, generation: int) -> list[DecodeEffect]:
-    """Return what a prefill rank says when it was told of a decline."""
+    """Return the effects of a prefill rank's answer to a decline."""
     engine_rank = sender.rank.engine_rank
     return core.hear(sender, Drained(room=ROOM, generation=generation, engine_rank=engine_rank, failure=ABORTED))
 
@@ -529,7 +529,7 @@ def answer(core: DecodeDriver, sender: PeerId, generation: int) -> list[DecodeEf
 def test_a_decline_is_retransmitted_until_each_rank_has_answered(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
-    """Else a lost one would cost prefill its pages for all of `grant_s`."""
+    """Otherwise a lost decline would cost prefill its pages for all of `grant_s`."""
     core(ev.ReceiveAborted(ROOM, ABORTED))
     core.welcome(hellos)
     assert answer(core, OTHER_PREFILL, 1) == []
@@ -587,7 +587,7 @@ def test_declines_are_kept_for_so_many_rooms(
 
 @pytest.fixture
 def suspect(core: DecodeDriver) -> Transfer:
-    """A room is granted to two ranks, and the connection to one of them breaks."""
+    """Grant a room to two ranks, and break the connection to one of them."""
     core(request())
     transfer = Transfer(core, core.connect(PREFILL, OTHER_PREFILL))
     effects = core(ev.ConnectionLost(PREFILL))
@@ -599,7 +599,7 @@ def suspect(core: DecodeDriver) -> Transfer:
 
 
 def test_a_rank_whose_connection_broke_is_probed_until_it_is_refused(suspect: Transfer) -> None:
-    """A process that is killed closes its sockets one by one: the first probe may still find its port open."""
+    """A killed process closes its sockets one by one, so the first probe may still find its port open."""
     core, probe = suspect.core, ProbePeer(PREFILL, endpoint_of(PREFILL))
     for _ in range(3):
         assert reports(core(ev.ProbeFinished(PREFILL, is_gone=False))) == []
@@ -722,7 +722,7 @@ def test_a_goodbye_of_a_rank_whose_writes_may_still_land_frees_nothing(core: Dec
 
 
 def test_a_probe_that_is_asked_for_while_one_goes_on_is_made_after_it(core: DecodeDriver) -> None:
-    """The one that goes on may have begun while the host could not be reached; the restart is news."""
+    """The running probe may have begun while the host was unreachable, so it does not answer the new question."""
     core(request())
     core.connect(PREFILL)
     probe = ProbePeer(PREFILL, endpoint_of(PREFILL))
@@ -751,7 +751,7 @@ def test_goodbye_is_said_also_to_ranks_in_the_middle_of_the_handshake(
 
 
 def test_the_record_of_a_process_that_has_ended_is_not_believed(core: DecodeDriver) -> None:
-    """It stays in the registry until its lease ends; its window would be taken again and again."""
+    """The record stays in the registry until its lease ends, and would take a staging window again and again."""
     core(request())
     core.connect(PREFILL)
     core(ev.ConnectionLost(PREFILL))
@@ -768,7 +768,7 @@ def test_rooms_that_were_declined_do_not_keep_the_search_for_an_instance_going(c
 
 
 def test_a_rank_that_answers_although_its_port_was_refused_is_forgotten_like_any_other(core: DecodeDriver) -> None:
-    """A proxy has refused in its place, while routes to it were compiled."""
+    """A proxy refused the probe in its place, while routes to the rank were compiled."""
     core(request())
     core.connect(PREFILL)
     core(ev.ConnectionLost(PREFILL))

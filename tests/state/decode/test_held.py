@@ -1,4 +1,4 @@
-"""Pages that a transfer holds are refused to another one until nobody can write to them."""
+"""Pages that one transfer holds are refused to another until nothing can write to them."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_success_frees_it() -> None:
 
 
 def test_flags_agree_with_a_set() -> None:
-    """Whatever is held and dropped, in any order."""
+    """Holds and releases in any order."""
     rng = np.random.default_rng(7)
     held, known = HeldPages(layout()), set[int]()
     for _ in range(500):

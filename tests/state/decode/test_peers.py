@@ -1,4 +1,4 @@
-"""What a decode rank remembers of prefill ranks that have left is bounded."""
+"""A decode rank's memory of prefill ranks that have left is bounded."""
 
 import pytest
 
@@ -14,13 +14,13 @@ def peers() -> PrefillPeers:
 
 
 def welcome(peers: PrefillPeers, other: PeerId) -> None:
-    """Do the handshake with an incarnation that says where it listens, and then leaves."""
+    """Complete the handshake with an incarnation that reports its endpoint and then leaves."""
     peers.handshake_done(other, 0.0, Welcome(peer=other, attempt=0, version=3, endpoint=endpoint_of(other)))
     peers.left(other)
 
 
 def incarnations() -> list[PeerId]:
-    """One more than are remembered."""
+    """Return one incarnation more than the rank remembers."""
     return [peer("prefill", incarnation=number) for number in range(MAX_ENDPOINTS + 1)]
 
 

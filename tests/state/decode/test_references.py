@@ -1,4 +1,4 @@
-"""Rooms that refer to their instance by address or ticket, and the ranks that they are granted to."""
+"""Rooms that name their instance by address or ticket, and the ranks that are granted."""
 
 import pytest
 from msgspec.structs import replace
@@ -37,7 +37,7 @@ def core() -> DecodeDriver:
 
 
 def answer(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId, number: int = 2**31) -> list[DecodeEffect]:
-    """What the first rank says if it was asked, or the registry."""
+    """Deliver the answer of the first rank to a query at its address, or that of the registry."""
     first, *others = records(*peers)
     if isinstance(ref, ev.InstanceAt):
         first = replace(first, endpoint=ref.address)
@@ -45,7 +45,7 @@ def answer(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId, number: int 
 
 
 def connect(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId) -> None:
-    """A first room finds the instance, and is granted."""
+    """Find the instance with a first room, and grant it."""
     core(request(1, room=1, instance=ref))
     granted = core.welcome(core.compiled(answer(core, ref, *peers)))
     assert rooms_granted(granted) == [1] * len(peers)
@@ -211,7 +211,7 @@ def test_a_room_is_declined_only_to_the_process_that_gave_its_ticket(core: Decod
 
 
 def test_answers_that_contradict_each_other_do_not_keep_a_handshake_from_its_end(core: DecodeDriver) -> None:
-    """The registry may know an incarnation for a while whose process is gone."""
+    """The registry may list an incarnation for a while after its process has ended."""
     core(request(1, room=1, instance="prefill"))
     core(request(2, room=2, instance=TICKET, issuer=AGAIN))
     effects = answer(core, TICKET, AGAIN)
@@ -242,7 +242,7 @@ def test_the_number_of_instances_is_bounded(core: DecodeDriver, monkeypatch: pyt
 def test_addresses_that_are_looked_up_are_bounded_apart(
     core: DecodeDriver, monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
-    """Each takes a socket. One that has answered, or by which no room waits, leaves its place to the next."""
+    """Each lookup takes a socket, and frees its place once it is answered or no room waits for it."""
     monkeypatch.setattr(instances, "MAX_LOOKUPS", 1)
     connect(core, HERE, PREFILL)
     first, second, third = (ev.InstanceAt(f"tcp://10.0.0.{number}:7000", name) for number in (1, 2, 3))

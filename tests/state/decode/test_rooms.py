@@ -1,4 +1,4 @@
-"""Rooms of a decode rank: it counts by engine rank, and gives pages back when every rank has proved to be quiet."""
+"""Rooms of a decode rank: notices are counted by engine rank, and pages are released once every rank proved quiet."""
 
 import statistics
 
@@ -43,7 +43,7 @@ def core() -> DecodeDriver:
 
 @pytest.fixture
 def transfer(core: DecodeDriver) -> Transfer:
-    """One room, granted to two ranks, of each of which two bytes for each token are expected."""
+    """One room, granted to two ranks, each of which must send two bytes per token."""
     core(request())
     return Transfer(core, core.connect(PREFILL, OTHER))
 
@@ -370,7 +370,7 @@ def test_a_prefill_rank_that_stays_silent_is_forgotten(core: DecodeDriver) -> No
 
 
 def test_a_transfer_of_which_no_rank_sends_anything_is_complete(core: DecodeDriver) -> None:
-    """Only optional layers are wanted, and no prefill rank has them."""
+    """The room wants only optional layers, and no prefill rank has them."""
     core(request())
     effects = core.connect(PREFILL, silent=[PREFILL])
     assert reports(effects) == [("success", "safe")]
@@ -379,7 +379,7 @@ def test_a_transfer_of_which_no_rank_sends_anything_is_complete(core: DecodeDriv
 
 
 def test_an_instance_that_has_forgotten_this_rank_is_looked_up_for_its_proofs(transfer: Transfer) -> None:
-    """Otherwise pages in quarantine would wait for the next request to the same instance."""
+    """Otherwise quarantined pages would wait for the next request to the same instance."""
     transfer.core.hear(PREFILL, Refuse(peer=PREFILL, to=None, detail="handshake required"))
     assert LookUp("prefill") in transfer.core.sleep(60.0)
     effects = transfer.core.connect(PREFILL, OTHER)

@@ -1,4 +1,4 @@
-"""Staged notices on the decode side: scattered once, counted after that, and pages held meanwhile."""
+"""Staged notices on the decode side: scattered once, then counted; the pages stay held meanwhile."""
 
 import pytest
 from msgspec.structs import replace
@@ -53,7 +53,7 @@ def windows(num_windows: int) -> WindowSettings:
 
 
 class Receiving:
-    """A decode core that has granted a room, and the notice of half of it."""
+    """A decode core that has granted a room, and notices of each half of it."""
 
     def __init__(
         self, opened: ev.ReceiveOpened = REQUEST, *, ends_with_process: bool = True, num_windows: int = 1
@@ -243,7 +243,7 @@ def test_digests_are_compared_after_everything_is_scattered() -> None:
 
 
 def test_digests_are_not_compared_while_anything_is_scattered() -> None:
-    """Also if a rank says in the meantime that it has written the same tokens directly."""
+    """This holds even if a rank reports in the meantime that it has written the same tokens directly."""
     receiving = Receiving(replace(REQUEST, digest=True))
     receiving.notice(receiving.first)
     for notice in (receiving.first, receiving.last):
@@ -257,7 +257,7 @@ def test_digests_are_not_compared_while_anything_is_scattered() -> None:
 
 
 def shake_hands(core: DecodeDriver, *others: PeerId) -> tuple[list[DecodeEffect], list[Hello]]:
-    """Say hello to an instance; give what followed and the hellos."""
+    """Send hellos to an instance; return the effects and the hellos."""
     core.core.instances.reconnect(others[0].rank.instance, core.now)
     effects = core.compiled(core.found(*others))
     return effects, [hello for _, hello in messages(effects, Hello) if isinstance(hello, Hello)]
@@ -285,7 +285,7 @@ def test_a_rank_that_sends_nothing_gets_no_window() -> None:
 
 
 def test_a_rank_that_has_never_accepted_a_hello_gives_its_window_back_at_once() -> None:
-    """It was granted nothing, so it has written nothing: no proof is needed, which might never come."""
+    """It was granted nothing, so it has written nothing, and a proof might never come."""
     core = DecodeDriver(staging=windows(1))
     shake_hands(core, PREFILL)
     _, (hello,) = shake_hands(core, AGAIN)
@@ -299,7 +299,7 @@ def test_exhausted_windows_are_logged_once_and_their_owners_are_probed() -> None
     core.hear(PREFILL, Goodbye(peer=PREFILL))
     found = core.found(AGAIN)
     while core(ev.ProbeFinished(PREFILL, is_gone=False)):
-        pass  # it was asked for by Goodbye and again when the rank was looked up
+        pass  # probed because of Goodbye, and again when the rank was looked up
     effects = core.compiled(found)
     ((_, hello),) = messages(effects, Hello)
     assert isinstance(hello, Hello)

@@ -1,4 +1,4 @@
-"""Rooms that decode ranks announce before they have pages: prefill waits for those as long as they live."""
+"""Rooms that decode ranks announce before they have pages: prefill waits while those ranks live."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def core() -> PrefillDriver:
 
 @pytest.fixture
 def opened(core: PrefillDriver) -> PrefillDriver:
-    """A room of which everything is computed, and which is announced."""
+    """An announced room, all of which has been computed."""
     core(OPEN)
     core(LAST)
     assert core.hear(DECODE, announce()) == []
@@ -53,7 +53,7 @@ def failure(effects: list[PrefillEffect]) -> Failure | None:
 
 
 def refusals(effects: list[PrefillEffect]) -> list[tuple[PeerId, int, FailureReason]]:
-    """Who is told that a generation fails and that nothing was written for it, and why."""
+    """Return recipient, generation and reason of each Failed; each must report that nothing was written."""
     found = [(to, message) for to, message in messages(effects, Failed) if isinstance(message, Failed)]
     assert all(message.drained for _, message in found)
     return [(to, message.generation, message.failure.reason) for to, message in found]
@@ -120,7 +120,7 @@ def test_an_announcement_is_kept_no_longer_than_it_lasts_and_a_lease(core: Prefi
 
 
 def test_a_room_waits_no_longer_than_its_announcement_lasts_and_a_lease(core: PrefillDriver) -> None:
-    """For so long, the last word of a decode rank that lives may be on its way."""
+    """A live decode rank's last message may be in flight for that long."""
     core.hear(DECODE, announce(timeout_s=100.0))
     core.pass_time(50)
     core(OPEN)

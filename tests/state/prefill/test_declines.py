@@ -1,4 +1,4 @@
-"""Rooms that a decode rank gives up before it is served: they fail as soon as the engine opens them."""
+"""Rooms that a decode rank gives up before prefill serves them: they fail as soon as the engine opens them."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def core() -> PrefillDriver:
 
 
 def decline(failure: Failure = FIRST, room: int = ROOM, generation: int = 0) -> Decline:
-    """Grants have later generations."""
+    """Return a decline; grants have later generations."""
     return Decline(room=room, generation=generation, failure=failure)
 
 
@@ -93,7 +93,7 @@ def test_a_cancel_before_the_room_is_opened_fails_it_when_it_is(core: PrefillDri
 
 
 def test_a_cancel_of_what_was_never_granted_fails_nothing(core: PrefillDriver) -> None:
-    """It may be of a transfer of the same room that is long over."""
+    """The Cancel may belong to a former transfer of the same room."""
     core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=FIRST))
     assert core(OPEN) == []
 
@@ -147,7 +147,7 @@ def test_two_decode_ranks_that_gave_a_room_up_and_ask_anew_are_both_served(core:
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_who_has_given_a_room_up_and_asks_after_its_end_begins_another_try(core: PrefillDriver, is_open: bool) -> None:
-    """Whoever did not know is told that the room has failed."""
+    """Other ranks, which did not know, receive the failure of the room."""
     if is_open:
         core(OPEN)
     core.hear(DECODE, decline())
@@ -201,11 +201,11 @@ def test_declines_are_remembered_for_so_many_rooms(core: PrefillDriver, monkeypa
     assert len(core.core.timers) == timers
 
 
-# Decode ranks that are lost ------------------------------------------------------------------------------------------
+# Lost decode ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_a_room_that_was_asked_for_by_a_decode_rank_that_is_lost_fails_when_it_is_opened(core: PrefillDriver) -> None:
-    """Otherwise a backlog of such rooms takes the pages of prefill for `grant_s` each, long after the heal."""
+    """Otherwise a backlog of such rooms would hold prefill's pages for `grant_s` each, long after a partition."""
     core.hear(DECODE, grant())
     core.sleep(3.0)
     assert DECODE not in core.core.peers
@@ -236,7 +236,7 @@ def test_a_request_that_goes_to_another_instance_is_served(core: PrefillDriver) 
 
 
 def test_every_rank_that_declines_a_failed_room_may_ask_anew(core: PrefillDriver) -> None:
-    """Each knows that the first try is over: it gave it up itself."""
+    """Each of them gave up the first try itself, so it knows that it is over."""
     core(OPEN)
     core.hear(OTHER_DECODE, decline())
     core.hear(DECODE, decline())

@@ -1,4 +1,4 @@
-"""A decode rank to which writes fail again and again has to connect anew, with fresh native state."""
+"""A decode rank to which writes keep failing must reconnect, with fresh native state."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def prefill() -> PrefillDriver:
 
 
 def send(core: PrefillDriver, room: int, failure: Failure | None) -> list[PrefillEffect]:
-    """A transfer of one write that ends somehow."""
+    """Send a room with one write, and end the write with `failure`."""
     core(ev.SendOpened(room))
     core.hear(DECODE, grant(room=room, generation=room))
     core(chunk(0, 8, room=room, last=True))
@@ -30,7 +30,7 @@ def send(core: PrefillDriver, room: int, failure: Failure | None) -> list[Prefil
 
 
 def test_a_decode_rank_to_which_writes_fail_must_connect_anew(prefill: PrefillDriver) -> None:
-    """What its transport holds for that peer is thrown away with the connection."""
+    """Disconnecting discards the transport's state for that peer."""
     for room in (1, 2):
         assert DisconnectTransport(DECODE) not in send(prefill, room, BROKEN)
     prefill(ev.SendOpened(8))
@@ -109,14 +109,14 @@ def test_an_engine_that_aborts_does_not_speak_against_the_peer(prefill: PrefillD
 
 
 def post(core: PrefillDriver, room: int) -> list[PrefillEffect]:
-    """A transfer of one write that is posted and does not end."""
+    """Send a room with one write that does not end."""
     core(ev.SendOpened(room))
     core.hear(DECODE, grant(room=room, generation=room))
     return core(chunk(0, 8, room=room, last=True))
 
 
 def test_a_decode_rank_to_which_no_write_ends_must_connect_anew(prefill: PrefillDriver) -> None:
-    """It is heard from all the time: only the data connection is swallowed."""
+    """The rank's messages keep arriving; only its data connection drops everything."""
     post(prefill, 1)
     prefill.sleep(10.0)
     post(prefill, 2)
@@ -141,7 +141,7 @@ def test_a_write_that_does_not_end_fails_alone_while_others_end(prefill: Prefill
 
 
 def test_a_rank_that_leaves_disconnects_nobody(prefill: PrefillDriver) -> None:
-    """It serves nothing new, and the decode rank waits for the word that its writes have ended."""
+    """A leaving rank serves nothing new, and the decode rank waits for the proof that its writes have ended."""
     post(prefill, 1)
     prefill(ev.DrainStarted(ABORTED))
     prefill.sleep(10.0)
@@ -154,7 +154,7 @@ def test_a_rank_that_leaves_disconnects_nobody(prefill: PrefillDriver) -> None:
 
 
 def test_writes_that_run_on_after_a_disconnection_hold_up_nobody() -> None:
-    """After a partition they may take a minute, until TCP sends again; the rank is back at once."""
+    """After a partition, old writes may last a minute, until TCP retransmits, but the rank is back at once."""
     core = PrefillDriver(Timeouts(lease_s=30.0), Limits(posts_per_peer=2))
     core.connect(lease_s=30.0)
     assert posted(post(core, 1))

@@ -1,4 +1,4 @@
-"""A decode rank says hello to a prefill rank: it is checked, welcomed or refused, and stays known until it leaves."""
+"""Hellos of decode ranks at a prefill rank: checked, accepted or refused, and remembered until the rank leaves."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_a_check_that_a_later_attempt_has_overtaken_counts_for_nothing(core: Pre
 
 
 def test_the_same_attempt_over_another_connection_takes_the_place_of_the_first(core: PrefillDriver) -> None:
-    """The connection broke and was made anew, while the hello was retransmitted."""
+    """The connection broke and was reestablished while the hello was retransmitted."""
     hello = core.hello()
     say(core, hello, FIRST)
     core(core.checked(hello))
@@ -182,7 +182,7 @@ def test_a_closing_rank_refuses_and_welcomes_nobody(core: PrefillDriver) -> None
 
 
 def test_a_draining_rank_still_welcomes(core: PrefillDriver) -> None:
-    """Rooms that are open may still be granted."""
+    """Open rooms may still be granted."""
     core(ev.DrainStarted(LEAVING))
     assert messages(core.connect(), Welcome)
 
@@ -200,7 +200,7 @@ def test_an_end_of_what_is_not_known_is_not_answered(core: PrefillDriver, messag
     assert core(ev.MessageArrived(SECOND, message)) == []
 
 
-# Other cells, other incarnations -------------------------------------------------------------------------------------
+# Other layouts, other incarnations -----------------------------------------------------------------------------------
 
 
 def test_a_decode_rank_that_wants_other_cells_begins_anew(core: PrefillDriver) -> None:
@@ -247,7 +247,7 @@ def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core:
 
 
 def test_an_incarnation_that_was_superseded_cannot_come_back(core: PrefillDriver) -> None:
-    """What was written to it is not followed any more, so nothing that it asks could be answered truly."""
+    """Writes to it are no longer tracked, so no answer about them would be reliable."""
     core.connect(DECODE)
     again = peer("decode", incarnation=2)
     core.connect(again)
@@ -276,7 +276,7 @@ def test_a_newcomer_is_refused_while_the_rank_that_it_claims_to_be_answers(core:
     assert core.core.connections() == [FIRST]
     assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
     core(arrival)
-    assert of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent) == []  # logged once for each newcomer
+    assert of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent) == []  # logged once per newcomer
     third = peer("decode", incarnation=3)
     core(ev.MessageArrived(connection_of(third), core.hello(third)))
     assert len(of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent)) == 1
@@ -304,7 +304,7 @@ def test_a_lost_reply_alone_disconnects_nobody(core: PrefillDriver) -> None:
 
 
 def test_a_newcomer_takes_the_place_of_a_silent_rank_within_its_lease(core: PrefillDriver) -> None:
-    """Its host is off: the connection stands until the heartbeats notice, and nobody answers."""
+    """The host is down: the connection stands until the heartbeats time out, and no answer comes."""
     core.connect(DECODE)
     newcomer = peer("decode", incarnation=2)
     arrival = ev.MessageArrived(connection_of(newcomer), core.hello(newcomer))
@@ -334,7 +334,7 @@ def test_a_newcomer_that_has_said_goodbye_takes_no_place(core: PrefillDriver) ->
 
 
 def test_a_newcomer_that_is_long_gone_takes_no_place(core: PrefillDriver) -> None:
-    """The answer to the Ping was lost in a break; later there is another one."""
+    """The answer to the Ping was lost when the connection broke, and a later one arrives."""
     core.connect(DECODE)
     newcomer = peer("decode", incarnation=2)
     core(ev.MessageArrived(connection_of(newcomer), core.hello(newcomer)))
@@ -349,7 +349,7 @@ def test_a_newcomer_that_is_long_gone_takes_no_place(core: PrefillDriver) -> Non
 def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
     core: PrefillDriver, is_checked_first: bool
 ) -> None:
-    """Both hellos waited in the queue of a process that was stopped, and their checks end in any order."""
+    """Both hellos waited in the queue of a stopped process, and their checks end in any order."""
     again = peer("decode", incarnation=2)
     late, living = core.hello(), core.hello(again)
     say(core, late)
@@ -367,7 +367,7 @@ def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
 
 
 def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
-    """Let a hello of a dead incarnation take the place of DECODE, whose connection is being made anew."""
+    """Let a hello of a dead incarnation replace DECODE while DECODE reconnects."""
     hello = core.hello(dead)
     core(ev.MessageArrived(connection_of(dead), hello))
     assert core(ev.ReplyLost(FIRST))[-1] == CheckHello(connection_of(dead), hello)
@@ -377,7 +377,7 @@ def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["its host is off", "its process has ended"])
 def test_a_living_rank_comes_back_after_a_hello_of_a_dead_incarnation(core: PrefillDriver, is_silent: bool) -> None:
-    """Both hellos waited in the queue of a process that was stopped, and the connection of the living one broke."""
+    """Both hellos waited in the queue of a stopped process, and the connection of the live rank broke."""
     core.connect(DECODE)
     core.hear(DECODE, grant(generation=5))
     dead = peer("decode", incarnation=2)
@@ -418,7 +418,7 @@ def test_decode_ranks_do_not_disturb_each_other(core: PrefillDriver) -> None:
 
 @pytest.mark.parametrize("is_checked", [False, True], ids=["while it is checked", "once it is connected"])
 def test_a_connection_belongs_to_one_decode_rank(core: PrefillDriver, is_checked: bool) -> None:
-    """Else the end of one would cut the other off, and nobody could tell who has said what."""
+    """Otherwise the end of one rank would cut off the other, and messages could not be attributed."""
     connection = connection_of(DECODE)
     hello = core.hello()
     core(ev.MessageArrived(connection, hello))
@@ -494,7 +494,7 @@ def test_goodbye_is_said_to_who_is_in_the_middle_of_a_handshake(core: PrefillDri
 
 
 def disconnect(core: PrefillDriver) -> ev.DeliveryId:
-    """Post a write to a decode rank that falls silent then, and begin to close."""
+    """Post a write to a decode rank that then falls silent, and start to close."""
     core.connect()
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
@@ -506,7 +506,7 @@ def disconnect(core: PrefillDriver) -> ev.DeliveryId:
 
 @pytest.mark.parametrize("lingers", [False, True])
 def test_goodbye_is_said_to_a_decode_rank_that_was_disconnected(core: PrefillDriver, lingers: bool) -> None:
-    """It may live, and wait for the proof that the write has ended."""
+    """The rank may live, and wait for the proof that the write has ended."""
     delivery = disconnect(core)
     core(ev.PostEnded(delivery, 0, ABORTED, lingers=lingers))
     assert messages(core(ev.TransportClosed()), Goodbye) == [(DECODE, Goodbye(peer=PREFILL, fenced=not lingers))]
@@ -546,7 +546,7 @@ def test_goodbye_is_not_said_to_a_disconnected_decode_rank_that_is_over(
 def test_an_incarnation_whose_writes_are_not_followed_any_more_cannot_come_back(
     core: PrefillDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was forgotten among many others that have disconnected, and would be told a proof that there is not."""
+    """The rank was evicted by many later disconnections, and would receive a proof that does not exist."""
     monkeypatch.setattr(kvflow.state.prefill.peers, "MAX_DISCONNECTED", 2)
     core.connect()
     core(ev.SendOpened(ROOM))
@@ -577,7 +577,7 @@ def test_a_goodbye_of_a_newcomer_ends_what_was_written_to_it(core: PrefillDriver
 
 
 def test_a_goodbye_of_a_disconnected_decode_rank_counts(core: PrefillDriver) -> None:
-    """Nobody wants to know any more when a write to it ends that lingers."""
+    """After its Goodbye, no rank waits for the end of a lingering write to it."""
     delivery = disconnect(core)
     core(ev.PostEnded(delivery, 0, ABORTED, lingers=True))
     assert list(core.core.rooms.unfenced) == [delivery]
@@ -607,7 +607,7 @@ def test_a_hello_whose_sender_is_lost_while_it_is_checked_is_checked_again(core:
     assert messages(core(core.checked(hello)), Welcome) != []
 
 
-# Checks that end for nobody ----------------------------------------------------------------------------------------
+# Checks whose hello is void ----------------------------------------------------------------------------------------
 
 
 def test_a_goodbye_over_the_connection_of_a_hello_that_is_checked_ends_the_rank(core: PrefillDriver) -> None:

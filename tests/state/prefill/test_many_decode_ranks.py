@@ -1,4 +1,4 @@
-"""One room for several decode ranks: they succeed together and fail together."""
+"""A room for several decode ranks: they succeed together and fail together."""
 
 import statistics
 
@@ -36,7 +36,7 @@ def core() -> PrefillDriver:
 
 
 def test_nothing_is_posted_for_a_decode_rank_after_another_one_has_ended_the_room() -> None:
-    """The first wants more than there is. The second was told that nothing can be written: so nothing may be."""
+    """The first wants more tokens than there are; the second was told that nothing can be written to it."""
     core = connected(DECODE, OTHER)
     core.hear(DECODE, grant(tokens=(0, 12), num_decode_ranks=2))
     core.hear(OTHER, grant(tokens=(4, 8), num_decode_ranks=2))
@@ -79,7 +79,7 @@ def test_each_is_told_drained_after_its_own_last_write(core: PrefillDriver) -> N
 
 
 def test_a_decode_rank_that_wants_nothing_is_counted() -> None:
-    """It asks, as every decode rank does; its part is done with the last chunk."""
+    """It sends a grant like every decode rank; its part is done with the last chunk."""
     core = connected(DECODE)
     core.connect(OTHER, wants=False)
     core.hear(DECODE, grant(num_decode_ranks=2))

@@ -1,4 +1,4 @@
-"""Decode ranks that are connected, and which of their grants are over, against dictionaries."""
+"""Connected decode ranks and their closed grants, compared with dictionaries."""
 
 from collections.abc import Hashable
 
@@ -35,7 +35,7 @@ def nobody() -> tuple[DecodePeers, Timers[Hashable]]:
 
 
 def admit(known: DecodePeers, who: PeerId, number: int = 0) -> None:
-    """Let a decode rank connect; each number is a connection of its own."""
+    """Admit a decode rank; each number is a connection of its own."""
     assert isinstance(ROUTE, PeerRoute)
     known.admit(connection_of(who, number), DRIVER.hello(who), ROUTE, Kept(who.rank.instance, 1), 0.0)
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: fair between peers, fair between deliveries of a class, and never more than a peer's credit."""
+"""The order of turns: fair between peers, fair between deliveries of a class, and never beyond a peer's credit."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from tests.support.sending import PEERS, piece
 from tests.support.sending import delivery as delivery_of
 
 Queued = tuple[Piece, float]
-"""A piece, and when it gets in line."""
+"""A piece, and when it is queued."""
 
 Place = tuple[int, RoomId, int]
 """Engine rank of the peer, room, sequence number."""
@@ -99,7 +99,7 @@ def test_deliveries_of_a_class_take_turns(priority: int) -> None:
 
 @pytest.mark.parametrize("priority", [0, 3, LOWEST])
 def test_late_small_transfer_does_not_wait_for_a_long_one_of_its_class(priority: int) -> None:
-    """Nor does it matter for how long the other one has waited."""
+    """This holds however long the other transfer has waited."""
     queue = queue_of(job(delivery(room=1), seq, priority=priority) for seq in range(100))
     queue.pop(50.0)
     push(queue, job(delivery(room=2), priority=priority, at=60.0))
@@ -153,7 +153,7 @@ def test_peer_without_room_does_not_hold_up_others() -> None:
 
 
 def slots_of(num_slots: int) -> RemoteSlots:
-    """Staging slots at every peer."""
+    """Return staging slots at every peer."""
     timers: Timers[object] = Timers()
     slots = RemoteSlots(DecodePeers(timers, 100), Timeouts(), timers, lambda _: None)
     for to in PEERS:
@@ -247,7 +247,7 @@ def test_freed_capacity_is_said_once_and_only_where_there_was_none() -> None:
 
 
 def test_large_job_is_not_overtaken_by_smaller_ones_of_its_class() -> None:
-    """Credit comes back one by one, so that only a smaller job would fit; all of it is saved up for the large one."""
+    """Credit comes back in small amounts that would fit only the smaller job; all of it is saved for the large one."""
     queue = queue_of((job(delivery(room=room), 0, 25) for room in range(4)), num_bytes=100)
     under_way = take_all(queue)
     push(queue, job(delivery(room=50), 0, 80))
@@ -273,7 +273,7 @@ def test_job_that_does_not_fit_gives_way_when_its_transfer_is_dropped() -> None:
 
 
 def drop(queue: PieceQueue, of: DeliveryId) -> int:
-    """Drop a delivery; say how many pieces wait no more."""
+    """Drop a delivery; return how many of its pieces were waiting."""
     before = len(queue)
     queue.drop(of)
     return before - len(queue)
@@ -328,7 +328,7 @@ def test_higher_class_overtakes_all_that_wait() -> None:
 
 @pytest.mark.parametrize("priority", range(1, NUM_PRIORITIES))
 def test_waiting_lifts_a_job_by_one_class_after_another(priority: int) -> None:
-    """It is overtaken by what comes before it has been lifted, and by nothing that comes later."""
+    """Higher classes overtake it until it is lifted to their level, and never afterwards."""
     for higher in range(priority):
         lifted_at = (priority - higher) * AGEING_S
         for at, expected in ((lifted_at - 0.1, [2, 1]), (lifted_at + 0.1, [1, 2])):
@@ -338,7 +338,7 @@ def test_waiting_lifts_a_job_by_one_class_after_another(priority: int) -> None:
 
 
 def test_lowest_class_takes_turns_with_the_highest_once_it_is_lifted() -> None:
-    """A stream of the highest class that fills all credit starves nobody."""
+    """A stream of the highest class that fills all credit does not starve the lowest."""
     queue = queue_of((job(delivery(room=1), seq, priority=LOWEST) for seq in range(50)), posts=1)
     served = []
     for step in range(100):
@@ -377,7 +377,7 @@ def test_blocked_large_job_is_overtaken_by_a_higher_class_for_a_bounded_time_onl
 
 
 def steps_of(act: Callable[[], object]) -> int:
-    """How many lines of the queue's module something runs."""
+    """Return how many lines of the queue's module a call executes."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> object:
@@ -397,7 +397,7 @@ def steps_of(act: Callable[[], object]) -> int:
 
 
 def steps_of_a_turn(num_deliveries: int) -> list[int]:
-    """Lines that a few turns of a queue take, credit that comes back included."""
+    """Return how many lines a few turns of a queue take, including returned credit."""
     every_class = (
         job(delivery(room=room), seq, priority=room % NUM_PRIORITIES)
         for room in range(num_deliveries)

@@ -1,4 +1,4 @@
-"""Whatever is pushed, popped, ended and dropped, and whenever: credit adds up, and every promise about turns holds."""
+"""A model of the queue: for any sequence of calls, credit adds up, and every promise about turns holds."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ deliveries = st.builds(delivery, peers, st.integers(1, 5))
 
 @dataclass
 class Waiting:
-    """Pieces of one delivery, and who has had a turn at the same peer since it got in line and since it was due."""
+    """Pieces of one delivery, and the turns of others at the same peer since it was queued and since it was due."""
 
     joined_at: float
     pieces: list[Piece] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Waiting:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Pieces that wait and pieces that are under way, in plain lists."""
+    """Waiting and posted pieces, in plain lists."""
 
     @initialize()
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(0, NUM_PRIORITIES - 1),
     )
     def push(self, of: DeliveryId, sizes: list[tuple[int, int]], priority: int) -> None:
-        """All pieces of a delivery have the priority of its grant."""
+        """Push all pieces of a delivery with the priority of its grant."""
         priority = self.priorities.setdefault(of, priority)
         for num_bytes, num_descriptors in sizes:
             new = piece(of, self.num_pushed, num_bytes, num_descriptors=num_descriptors, priority=priority)
@@ -115,7 +115,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert is_within or total[0] == 1
 
     def teardown(self) -> None:
-        """Everything that waits gets its turn, and then nothing is left."""
+        """Check that everything that waits gets its turn, and that nothing is left."""
         if not hasattr(self, "queue"):
             return
         while self.waiting or self.under_way:
@@ -126,7 +126,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert (self.queue._num_waiting, self.queue.num_under_way) == ({}, 0)
 
     def take(self, taken: Piece) -> None:
-        """Note a turn: whose, and who waited meanwhile."""
+        """Record a turn and the deliveries that waited meanwhile."""
         of, peer = taken.delivery, taken.delivery.peer
         mine = self.waiting[of]
         mine.pieces.pop(0)
@@ -161,7 +161,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert peer == taken.delivery.peer or not turns[taken.delivery.peer], "two turns, while a peer had none"
 
     def follow_peers(self) -> None:
-        """Count turns for peers that must have one: those with pieces that fit, whichever is next."""
+        """Count turns for peers whose next piece fits, whichever that is."""
         firsts = [waiting.pieces[0] for waiting in self.waiting.values()]
         waiting_at = {first.delivery.peer for first in firsts}
         blocked = {first.delivery.peer for first in firsts if not self.fits(first)}

@@ -1,4 +1,4 @@
-"""An engine takes its pages back in the middle of a room, and goes on later: what was not posted comes again."""
+"""An engine takes its pages back in the middle of a room, and resumes later; what was not posted is sent again."""
 
 import pytest
 from msgspec.structs import replace
@@ -45,11 +45,11 @@ def granted(
 
 
 def quiesced(effects: list[PrefillEffect]) -> list[int | None]:
-    """Where the engine is told to go on, each time that it is told."""
+    """Return where the engine is told to resume, each time that it is."""
     return [effect.resume_at for effect in of_kind(effects, ReportQuiesced)]
 
 
-# What is forgotten, and where chunks go on ---------------------------------------------------------------------------
+# Forgotten pieces, and where to resume -------------------------------------------------------------------------------
 
 
 def test_what_is_posted_is_waited_for_and_what_waits_for_credit_comes_again() -> None:
@@ -109,7 +109,7 @@ def test_who_is_further_ahead_ignores_what_it_has() -> None:
     core.hear(OTHER_DECODE, grant(num_decode_ranks=2))
     core(chunk(0, 4))
     end(core, 0)
-    core(chunk(4, 8, last=True, metadata=b"m"))  # goes to the one, and waits for the other
+    core(chunk(4, 8, last=True, metadata=b"m"))  # sent to one rank, and queued for the other
     assert quiesced(core(ASKED)) == []
     assert quiesced(end(core, 1)) == []
     assert quiesced(end(core, 0, OTHER)) == [4]
@@ -132,7 +132,7 @@ def test_a_finish_that_is_posted_stands() -> None:
 
 
 def test_a_finish_without_tokens_is_taken_back_with_what_it_waits_behind() -> None:
-    """Its notice brings no bytes. Had it left before the pieces, they could not be forgotten."""
+    """Its notice brings no bytes. Sent before the pieces, it would keep them from being forgotten."""
     core = granted(ONE_POST)
     core(chunk(0, 4))
     core(chunk(4, 8))
@@ -157,7 +157,7 @@ def test_a_notice_without_bytes_leaves_when_the_piece_before_it_does() -> None:
 
 
 def test_a_slot_comes_again_with_its_whole_chunk() -> None:
-    """Its tokens are not those of the chunk, so that no token says where it begins."""
+    """The tokens of a slot are not those of the chunk, so they do not tell where the chunk starts."""
     plain = Chunk((4, 8), {"kv": (4, 8), "window": (2, 8), "state": (0, 1)})
     assert resume_at(plain, {"kv": (6, 8)}) == 6
     assert resume_at(plain, {"kv": (6, 8), "window": (7, 8)}) == 4
@@ -190,7 +190,7 @@ def streaming() -> tuple[PrefillDriver, Chunk]:
 
 
 def test_tokens_of_which_layers_have_left_are_sent_to_their_last_layer() -> None:
-    """The notices of a range go from layer 0 to the last, and no bytes are sent twice."""
+    """The notices of a range cover all layers, and no bytes are sent twice."""
     core, streamed = streaming()
     core(ev.ChunkOffered(ROOM, streamed))
     core(chunk(4, 8, last=True))
@@ -234,7 +234,7 @@ def test_a_plan_that_is_being_made_is_posted_and_waited_for() -> None:
 
 
 def test_a_piece_that_was_planned_directly_is_not_overtaken_by_forgotten_ones() -> None:
-    """A later and smaller piece may be posted while a larger one is still being planned."""
+    """A later, smaller piece may be posted while a larger one is still being planned."""
     core = granted(Limits(descriptors_planned_inline=3))
     core(chunk(0, 4))
     assert posted(core(chunk(4, 5))) == [(1, (4, 5))]
@@ -244,7 +244,7 @@ def test_a_piece_that_was_planned_directly_is_not_overtaken_by_forgotten_ones() 
     assert quiesced(end(core, 1)) == [5]
 
 
-# What goes wrong -----------------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_post_that_does_not_end_fails_the_room_and_its_pages_go_to_quarantine() -> None:
@@ -312,7 +312,7 @@ def test_a_room_that_is_not_open_is_refused() -> None:
 
 
 def test_notices_without_bytes_are_forgotten_with_the_pieces_before_them() -> None:
-    """Tokens of which it wants none are counted like others."""
+    """Tokens that the decode rank does not want are counted like others."""
     side = layout()
     (component,) = side.components
     target = replace(side, components=(Component(component.name, component.regions, shard=TokenShard(2, 0, 4)),))

@@ -1,4 +1,4 @@
-"""Rooms of a prefill rank: from `send` and a decode rank's grant to the last write that ends."""
+"""Rooms of a prefill rank: from `send` and a decode rank's grant to the end of the last write."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def granted(core: PrefillDriver) -> PrefillDriver:
 
 
 def one_post_at_a_time() -> PrefillDriver:
-    """A room that is granted, where each post waits for the end of the one before."""
+    """A granted room in which each post waits for the end of the one before."""
     core = PrefillDriver(limits=Limits(posts_per_peer=1))
     core.connect()
     core(ev.SendOpened(ROOM))
@@ -155,7 +155,7 @@ def test_the_receiver_may_know_before_the_transport_says_so(granted: PrefillDriv
 
 
 def test_written_is_not_delivered(granted: PrefillDriver) -> None:
-    """Its last notice may be lost with the peer: the pages are quiet, but the transfer has failed."""
+    """The last notice may be lost with the peer: the pages are quiet, but the transfer has failed."""
     granted(chunk(0, 8, last=True))
     end(granted, 0)
     assert reports(granted.hear(DECODE, Goodbye(peer=DECODE))) == [("failed", "safe")]
@@ -388,7 +388,7 @@ def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -
 
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bool) -> None:
-    """If it is too large, what it would have replaced is void all the same."""
+    """A grant that is too large still voids the one that it would have replaced."""
     core = PrefillDriver(limits=Limits(pending_grant_bytes=64))
     core.connect()
     for room in (1, 2, 3):
@@ -430,7 +430,7 @@ def test_made_up_names_have_one_share_together() -> None:
 
 
 def test_bytes_of_hellos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of connected decode ranks, of such as are being checked, and of newcomers that wait for them to be gone."""
+    """The bound covers connected ranks, those being checked, and newcomers that wait for a former incarnation."""
     monkeypatch.setattr(peers, "MAX_HELLO_BYTES", 100)
     core = PrefillDriver()
 
@@ -511,7 +511,7 @@ def test_a_peer_that_stays_silent_leaves_nothing_behind(core: PrefillDriver) -> 
 
 
 def test_a_silent_decode_rank_is_disconnected_though_a_write_to_it_is_in_doubt(granted: PrefillDriver) -> None:
-    """It can prove nothing about the pages here; disconnecting lets the transport find out."""
+    """The rank can prove nothing about the source pages; disconnecting lets the transport find out."""
     granted(chunk(0, 8, last=True))
     granted(ev.PostInDoubt(DELIVERY, 0, FAILURE))
     assert DisconnectTransport(DECODE) in granted.sleep(3.0)
@@ -627,7 +627,7 @@ def test_without_notices_in_band_a_failed_post_sends_none() -> None:
     assert messages(end(core, 0, failure=FAILURE), Notice) == []
 
 
-# What the shell may say late ----------------------------------------------------------------------------------------
+# Late events --------------------------------------------------------------------------------------------------------
 
 
 def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: PrefillDriver) -> None:
@@ -655,11 +655,11 @@ def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: Pre
     assert not granted.core.rooms.unfenced
 
 
-# A bound on what may still land ------------------------------------------------------------------------------------
+# The bound on lingering writes -------------------------------------------------------------------------------------
 
 
 def linger(core: PrefillDriver, room: int, decode: PeerId) -> None:
-    """End a room of which bytes may still land at a decode rank."""
+    """End a room whose bytes may still land at a decode rank."""
     core(ev.SendOpened(room))
     core.hear(decode, grant(room, generation=room))
     core(chunk(0, 8, room=room, last=True))

@@ -1,4 +1,4 @@
-"""Slots on the prefill side: who may write where, and what sets a slot free."""
+"""Slots on the prefill side: which delivery may write to them, and what frees them."""
 
 import pytest
 from msgspec.structs import replace
@@ -47,7 +47,7 @@ PAUSE_S = 1.0
 def packing(
     staging: LocalStagingSettings = ALWAYS, *, window: StagingWindow | None = WINDOW, limits: Limits | None = None
 ) -> PrefillDriver:
-    """A room of eight tokens, of which everything is wanted and packed."""
+    """Open a room of eight tokens, all of which are wanted and packed."""
     core = PrefillDriver(limits=limits, staging=staging)
     core.connect(window=window)
     core(ev.SendOpened(ROOM))
@@ -57,7 +57,7 @@ def packing(
 
 @pytest.fixture
 def core() -> PrefillDriver:
-    """Four tokens are on their way into the first slot."""
+    """Four tokens are in flight to the first slot."""
     core = packing()
     (piece,) = pieces(core(chunk(0, 4)))
     assert piece.slots == PieceSlots(0, 0)
@@ -75,7 +75,7 @@ def released(seq: int = 0, generation: int = 1) -> SlotReleased:
 
 
 def keep_alive(core: PrefillDriver, seconds: float) -> list[PrefillEffect]:
-    """Let time pass while the decode rank goes on pinging."""
+    """Let time pass while the decode rank keeps pinging."""
     effects: list[PrefillEffect] = []
     for _ in range(int(seconds / PAUSE_S)):
         effects += core.sleep(PAUSE_S)
@@ -83,7 +83,7 @@ def keep_alive(core: PrefillDriver, seconds: float) -> list[PrefillEffect]:
     return effects
 
 
-# What is packed ------------------------------------------------------------------------------------------------------
+# Packing -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_packed_piece_says_where_it_will_be(core: PrefillDriver) -> None:
@@ -152,7 +152,7 @@ def test_slots_of_a_piece_that_cannot_be_planned_are_free_again(core: PrefillDri
 
 
 def test_a_retransmitted_notice_of_a_packed_piece_says_that_it_is_packed() -> None:
-    """Otherwise a decode rank that missed the first one would take its pages for written."""
+    """Otherwise a decode rank that missed the first notice would assume that its pages were written."""
     core = packing()
     (piece,) = pieces(core(chunk(0, 8, last=True)))
     end(core, 0)
@@ -179,7 +179,7 @@ def test_without_notices_in_band_a_packed_piece_says_so_when_its_post_has_ended(
     assert piece.notice.staged is not None
 
 
-# What sets a slot free -----------------------------------------------------------------------------------------------
+# Freeing slots -------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_free_when_its_write_has_ended_and_it_is_not_read_any_more(core: PrefillDriver) -> None:
@@ -323,7 +323,7 @@ def test_an_incarnation_that_said_goodbye_is_forgotten(core: PrefillDriver) -> N
 
 
 def test_an_incarnation_that_said_goodbye_does_not_come_back() -> None:
-    """A slot that was taken before would be given back to a window that has it already, and be used twice at once."""
+    """Its former slot would be returned to a window that has it already, and be used twice at once."""
     core = packing(IN_A_THREAD)
     core(chunk(0, 4))
     late = core.hello(window=WINDOW)
@@ -337,7 +337,7 @@ def test_an_incarnation_that_said_goodbye_does_not_come_back() -> None:
 
 @pytest.mark.parametrize("is_connected_again", [False, True], ids=["away", "back"])
 def test_a_word_about_a_slot_that_is_free_already_frees_none(core: PrefillDriver, is_connected_again: bool) -> None:
-    """It may have been under way since an earlier connection."""
+    """The message may have been in flight since an earlier connection."""
     end(core, 0)
     core.sleep(LEASE_S + 1)
     if is_connected_again:

@@ -1,4 +1,4 @@
-"""Large chunks: each piece is numbered, followed and announced on its own."""
+"""Large chunks: each piece has a number, a write and a notice of its own."""
 
 import pytest
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ from tests.support.sending import DELIVERY, ROOM, chunk, end, pieces, posted
 from tests.support.small_routes import MODEL, layout, peer_route, small_pieces
 
 FOUR_TOKENS = small_pieces(8)
-"""Four tokens to a piece."""
+"""Pieces of four tokens."""
 
 
 class Device:
@@ -80,7 +80,7 @@ def test_the_first_piece_waits_for_the_device_and_the_last_one_ends_the_transfer
 
 
 def test_what_is_in_other_memory_is_a_piece_of_its_own() -> None:
-    """Pages on a device and states on the host; the last piece of all ends the transfer."""
+    """Pages are on a device and states on the host; the last piece ends the transfer."""
     kv, state = layout().components[0], layout("state").components[0]
     gap = 2**20
     moved = replace(state, regions=tuple(replace(one, address=one.address + gap) for one in state.regions))
@@ -172,7 +172,7 @@ def test_retransmitted_notices_are_those_of_the_pieces(core: PrefillDriver) -> N
 
 
 def test_a_transport_with_short_descriptors_is_charged_for_the_splits() -> None:
-    """The credit counts descriptors; a long one that the transport splits counts as several."""
+    """Credit counts descriptors, and a long one that the transport splits counts as several."""
     plain, short = PrefillDriver(), PrefillDriver(max_descriptor_bytes=4)
     costs = []
     for core in (plain, short):

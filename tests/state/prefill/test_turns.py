@@ -1,4 +1,4 @@
-"""How much a prefill rank does at once: the event loop has its turn, and large plans are made beside it."""
+"""How much a prefill rank does at once: it yields to the event loop, and makes large plans in a worker thread."""
 
 import pytest
 
@@ -22,12 +22,12 @@ from tests.support.sending import DELIVERY, ROOM, chunk, delivery, end, pieces, 
 from tests.support.small_routes import small_pieces
 
 ONE_PAGE = small_pieces(4)
-"""Two tokens to a piece."""
+"""Pieces of two tokens."""
 BROKEN = abort_failure("it cannot be planned")
 
 
 def granted(limits: Limits | None = None, *, continues: bool = False, asked: Grant | None = None) -> PrefillDriver:
-    """An open room of which everything is wanted, in pieces of two tokens."""
+    """Open and grant a room of which everything is wanted, in pieces of two tokens."""
     core = PrefillDriver(limits=limits, continues=continues)
     core.connect(split_policy=ONE_PAGE)
     core(ev.SendOpened(ROOM))
@@ -79,11 +79,11 @@ def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
     assert posts_of(core(ev.TurnContinued())) == [2, 3]
 
 
-# Plans beside the event loop -----------------------------------------------------------------------------------------
+# Plans in worker threads ---------------------------------------------------------------------------------------------
 
 
 def slow(**changes: object) -> PrefillDriver:
-    """Every plan is too large for the event loop."""
+    """Make every plan too large for the event loop."""
     return granted(
         Limits(descriptors_planned_inline=1),
         continues=True,

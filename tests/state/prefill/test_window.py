@@ -1,4 +1,4 @@
-"""The window bounds posts, bytes and descriptors, but never starves a post that is larger than itself."""
+"""The window bounds posts, bytes and descriptors, but never starves a post that is larger than the window."""
 
 from collections.abc import Callable
 
