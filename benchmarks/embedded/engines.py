@@ -48,7 +48,7 @@ class PrefillEnd(Protocol):
 
     Attributes:
         nap_s: Pause between two polls without news.
-        is_quiet: Needs no polls while all remaining requests only compute.
+        is_quiet: The end needs no polls while every lane computes.
     """
 
     nap_s: float
