@@ -19,7 +19,7 @@ PAGE_TOKENS = 2
 def layout(
     component: str = "kv", *, heads: tuple[int, int] = (0, 1), num_layers: int = 1, head_bytes: int = 2
 ) -> KVLayout:
-    """Pages of two tokens, head by head; two bytes for each token unless said otherwise."""
+    """Return a layout of token-major pages of two tokens, by default with one head of two bytes."""
     num_heads = heads[1] - heads[0]
     token_bytes = num_heads * head_bytes
     pool_bytes = NUM_PAGES * PAGE_TOKENS * token_bytes
