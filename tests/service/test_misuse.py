@@ -240,7 +240,7 @@ def test_a_scheduler_hears_why_it_need_not_go_on() -> None:
 
 @asynccontextmanager
 async def without_threads(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Let every start of a thread fail, and discard idle threads."""
+    """Let every start of a thread fail."""
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
