@@ -198,12 +198,12 @@ async def measure_hetero(
     Args:
         options: Options of both processes; the case is filled in.
         cases: Names of `CASES`.
-        rounds: Of each way; all ways take turns.
+        rounds: Rounds of each way; the ways take turns.
         report: Called with each row.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
-        WrongBytes: Something arrived wrongly.
+        ChildFailed: A process hangs, or exited with an error or output on its standard error.
+        WrongBytes: A byte is wrong.
     """
     rows: list[Row] = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""kvflow behind SGLang's interfaces, and SGLang's own NIXL backend, in turn.
+"""Comparison of kvflow behind SGLang's interfaces with SGLang's own NIXL backend.
 
 Each side is a process with SGLang's manager. A scheduler thread in it calls senders and receivers as SGLang's queues
 do, and polls all of them every 0.2 ms. It runs in the environment that `make test-sglang` creates:

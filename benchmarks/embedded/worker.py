@@ -88,7 +88,7 @@ class Side:
             self.line.receive()
             self.play((SglangPrefill if self.is_prefill else SglangDecode)(manager, self.tables))
         sys.stderr.flush()
-        os._exit(0)  # its threads do not end
+        os._exit(0)  # SGLang's threads do not end
 
 
 @contextmanager

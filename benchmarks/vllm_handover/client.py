@@ -53,7 +53,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float = 0.0
 
 
-async def ask(  # noqa: PLR0913 - as many things are asked for
+async def ask(  # noqa: PLR0913 - a request has many parameters
     session: aiohttp.ClientSession,
     url: str,
     prompt: str,

@@ -83,7 +83,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None]) -> list[Row]:
-    from benchmarks.vllm_handover.client import open_client  # noqa: PLC0415 - what it needs may be missing
+    from benchmarks.vllm_handover.client import open_client  # noqa: PLC0415 - its dependencies may be missing
     from benchmarks.vllm_handover.servers import started  # noqa: PLC0415 - as above
 
     place = arguments.logs or Path(tempfile.mkdtemp(prefix="kvflow-vllm-"))

@@ -330,10 +330,10 @@ def unavailable() -> str | None:
 
 
 def run(command: Sequence[str]) -> str:
-    """Run a command and give its output.
+    """Run a command and return its output.
 
     Raises:
-        HostsUnavailable: It failed.
+        HostsUnavailable: The command failed.
     """
     done = subprocess.run(command, capture_output=True, check=False, text=True, env=environment())
     if done.returncode:

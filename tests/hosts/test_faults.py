@@ -1,7 +1,7 @@
 """kvflow between two hosts under steady load: faults of the network, of processes and of a host.
 
-Both ranks have the settings that users have, default timeouts included. In every test each page of each request is
-checked, and so is that nobody writes to pages that were given back (`deploy`).
+Both ranks have the default settings, including timeouts. Every test checks each page of each request, and that freed
+pages are never written (`deploy`).
 """
 
 from typing import Any, Final

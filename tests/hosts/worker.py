@@ -226,7 +226,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             await self._use(room, lane)
 
     async def _decline(self, room: int) -> None:
-        """Receive an empty range of a room that decode gave up, which lets prefill free its pages."""
+        """Receive an empty range of an abandoned room, which lets prefill free its pages."""
         nothing = (NUM_TOKENS, NUM_TOKENS)
         with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
             async with self._rank.receive(room, prefill=PREFILL, tokens=nothing, pages={"kv": []}):

@@ -189,7 +189,7 @@ async def test_deadline_reaches_both_sides() -> None:
             deployment.faults[0].release()
         assert failure.reason is failures["prefill/0"].reason is FailureReason.DEADLINE
         await undisturbed(deployment)
-        await until(lambda: not deployment.decode[0].quarantined())  # its late end is the proof
+        await until(lambda: not deployment.decode[0].quarantined())  # the late end of the write is the proof
 
 
 async def test_late_proof_ends_the_quarantine() -> None:

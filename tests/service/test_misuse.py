@@ -451,7 +451,7 @@ def test_a_scheduler_goes_on_with_its_chunks_while_a_rank_drains(side: str) -> N
         assert rank.drain(0.0)
 
 
-# Rooms that nobody waits for ---------------------------------------------------------------------------------------
+# Rooms without a receiver ------------------------------------------------------------------------------------------
 
 
 async def test_a_room_whose_receive_was_given_up_before_it_was_opened_fails_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The bytes of protocol version 3 stay what they are."""
+"""Stability of the encoding of protocol version 3."""
 
 import typing
 

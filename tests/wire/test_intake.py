@@ -143,7 +143,7 @@ async def test_of_many_who_send_those_that_send_most_lose_their_connections(monk
         for raw, size in zip(raws, sizes, strict=True):
             await anyio.to_thread.run_sync(send_mib, raw, size)
         await until(lambda: server.kinds)
-        assert server.kinds == ["connection_cut"]  # of 77 MiB, 62 are left
+        assert server.kinds == ["connection_cut"]  # 62 of 77 MiB are left
         assert await anyio.to_thread.run_sync(hung_up, raws[-1])
 
 
