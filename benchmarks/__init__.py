@@ -1,1 +1,1 @@
-"""What the developers of kvflow measure: `python -m benchmarks NAME`. It is not part of the wheel."""
+"""Benchmarks for the developers of kvflow: `python -m benchmarks NAME`. Not part of the wheel."""

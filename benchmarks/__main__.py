@@ -1,4 +1,4 @@
-"""Measure kvflow in more ways than `kvflow bench` does: `python -m benchmarks NAME OPTIONS`."""
+"""Benchmarks beyond `kvflow bench`: `python -m benchmarks NAME OPTIONS`."""
 
 import sys
 from collections.abc import Callable
@@ -22,16 +22,16 @@ NAMES: Final = {
     "shape": "lines, files, and lengths of functions and classes",
     "plot": "draw rows that were printed with --json",
 }
-"""Modules, each with `add_arguments(parser)` and `prepare(arguments)`, which gives what runs the benchmark."""
+"""Modules with `add_arguments(parser)` and `prepare(arguments)`, which returns a function that runs the benchmark."""
 
 
 def main(words: list[str]) -> int:
-    """Run a benchmark; gives the exit code."""
+    """Run a benchmark, and return the exit code."""
     return run_quietly(" ".join(["benchmarks", *words[:1]]), lambda: _prepare(words))
 
 
 def _prepare(words: list[str]) -> Callable[[], int]:
-    import argparse  # noqa: PLC0415 - from here on, being interrupted is no traceback
+    import argparse  # noqa: PLC0415 - from here on, an interrupt prints no traceback
     from importlib import import_module  # noqa: PLC0415
 
     name = words[0] if words and words[0] in NAMES else ""
@@ -40,7 +40,7 @@ def _prepare(words: list[str]) -> Callable[[], int]:
         commands = parser.add_subparsers(required=True, metavar="NAME")
         for other, text in NAMES.items():
             commands.add_parser(other, help=text)
-        parser.parse_args(words)  # prints what there is, and ends
+        parser.parse_args(words)  # prints the help or an error, and exits
     module = import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",

@@ -1,7 +1,7 @@
-"""What attacks on a prefill rank's control port leave of its work.
+"""Throughput of a prefill rank while its control port is under attack.
 
-Requests go between two ranks of this process, with keys. A second process attacks the prefill rank, or a listener of a
-third process, which does nothing else. The machine is as busy both times; the ratio is what the attack costs.
+Requests go between two ranks of this process, with keys. A second process attacks the prefill rank, or an idle listener
+in a third process. The machine is equally busy in both cases; their ratio is the cost of the attack.
 """
 
 import argparse
@@ -33,12 +33,12 @@ WAYS: Final[tuple[Way, Way, Way]] = ("attacked", "another is attacked", "nobody 
 
 
 class AttackerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A process besides the one with the ranks.
+    """Options of the attacker, or of the process that it attacks for comparison.
 
     Attributes:
         keys: Directory of its keys.
-        instance: Whose they are.
-        backend: Transport of a prefill rank that is attacked; empty for who attacks.
+        instance: Instance that owns them.
+        backend: Transport of the prefill rank to attack; empty for the attacker.
     """
 
     keys: str
@@ -72,17 +72,17 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 async def measure_attacks(
     backend: str, kinds: list[str], rounds: int, requests: int, on_row: Callable[[Row], None]
 ) -> list[Row]:
-    """Move small requests between two ranks of this process, 16 in flight, while somebody attacks.
+    """Transfer small requests between two ranks of this process, 16 in flight, during attacks.
 
     Args:
         backend: Transport of both ranks.
-        kinds: Attacks.
-        rounds: Of each attack, each way.
-        requests: In each round.
-        on_row: Told of each row.
+        kinds: Attacks to measure.
+        rounds: Rounds of each attack and way.
+        requests: Requests in each round.
+        on_row: Called with each row.
 
     Returns:
-        A row for each attack: requests a second under it, held against those while another process is attacked.
+        A row for each attack: requests a second under it, relative to those while another process is attacked.
     """
     rows = []
     with TemporaryDirectory() as place:

@@ -1,6 +1,6 @@
-"""Somebody who attacks a prefill rank, or a rank to be attacked: `python -m benchmarks.attack_worker OPTIONS`.
+"""An attacker of prefill ranks, or a rank to attack: `python -m benchmarks.attack_worker OPTIONS`.
 
-It is told whom to attack and how, and when to stop. An attack goes as fast as one thread can.
+Orders name the target and the kind of attack, and end it. An attack runs as fast as one thread can.
 """
 
 import itertools
@@ -26,25 +26,25 @@ from kvflow.cli.processes import Line, next_order, run_child
 __all__ = ["main"]
 
 SILENT: Final = 500
-"""Connections that are open and never speak."""
+"""Number of open connections that never send anything."""
 
 STRANGERS: Final = 16
-"""Connections that knock with a wrong key at the same time."""
+"""Number of concurrent connections with an unknown key."""
 
 HEADER: Final = b"KVF\x01"
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 Attack = Callable[[], object]
-"""Does a little; it is called again and again."""
+"""One step of an attack, called in a loop."""
 
 
 def connect(endpoint: str) -> socket.socket:
-    """Open a connection without a word."""
+    """Open a TCP connection without sending anything."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=1.0)
 
 
 class Knocks:
-    """Connections that say some bytes and are closed."""
+    """An attack with connections that send some bytes and are closed."""
 
     def __init__(self, endpoint: str, words: Iterator[bytes], keep: int = 0) -> None:
         self._endpoint = endpoint
@@ -53,7 +53,7 @@ class Knocks:
         self._open: deque[socket.socket] = deque()
 
     def __call__(self) -> None:
-        """Open one, and close the oldest if there are too many."""
+        """Open a connection, and close the oldest if there are too many."""
         with suppress(OSError):  # refused, reset, no descriptor left
             self._open.append(connect(self._endpoint))
             self._open[-1].sendall(next(self._words))
@@ -62,7 +62,7 @@ class Knocks:
 
 
 class Messages:
-    """Messages over one connection of an insider, as fast as it takes them."""
+    """An attack with messages over one connection of an insider, as fast as the target reads them."""
 
     def __init__(self, stack: ExitStack, endpoint: str, own: kvflow.Trust, server: str, words: Iterator[bytes]) -> None:
         self._line = new_line(stack, endpoint, own, server)
@@ -70,13 +70,13 @@ class Messages:
         self._words = words
 
     def __call__(self) -> None:
-        """Say one."""
+        """Send a message."""
         with suppress(zmq.Again):
             self._line.send(next(self._words))
 
 
 class Strangers:
-    """Connections with a key that nobody lists; libzmq makes them anew when they are refused."""
+    """An attack with connections whose key is unknown; libzmq reconnects when they are refused."""
 
     def __init__(self, stack: ExitStack, endpoint: str, server: str) -> None:
         public, secret = (z85.decode(key).hex() for key in zmq.curve_keypair())
@@ -84,12 +84,12 @@ class Strangers:
         self._lines = [new_line(stack, endpoint, own, server) for _ in range(STRANGERS)]
 
     def __call__(self) -> None:
-        """Let libzmq's thread work."""
+        """Wait while libzmq's thread reconnects."""
         self._lines[0].poll(20)
 
 
 def new_line(stack: ExitStack, endpoint: str, own: kvflow.Trust, server: str) -> zmq.Socket[bytes]:
-    """Connect with keys."""
+    """Open a DEALER socket with CURVE keys."""
     line: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     stack.callback(line.close, 0)
     line.setsockopt(zmq.SNDHWM, 100)
@@ -102,19 +102,19 @@ def new_line(stack: ExitStack, endpoint: str, own: kvflow.Trust, server: str) ->
 
 
 def noise() -> Iterator[bytes]:
-    """Bytes that mean nothing."""
+    """Yield random bytes."""
     while True:
         yield os.urandom(200)
 
 
 def malformed() -> Iterator[bytes]:
-    """Messages with a right beginning."""
+    """Yield messages with a valid header and a random body."""
     while True:
         yield HEADER + os.urandom(100)
 
 
 def grants() -> Iterator[bytes]:
-    """Messages that are well-formed, for rooms that nobody has, without a handshake before them."""
+    """Yield well-formed grants for unknown rooms, from a peer without a handshake."""
     for room in itertools.count():
         grant = {
             "type": "grant",
@@ -133,7 +133,7 @@ def grants() -> Iterator[bytes]:
 
 
 def attack_of(kind: str, endpoint: str, server: str, own: kvflow.Trust, stack: ExitStack) -> Attack:
-    """Make an attack."""
+    """Return an attack by kind."""
     match kind:
         case "silence":
             return Knocks(endpoint, itertools.repeat(b""), SILENT)
@@ -149,7 +149,7 @@ def attack_of(kind: str, endpoint: str, server: str, own: kvflow.Trust, stack: E
 
 
 def attack(options: AttackerOptions, line: Line) -> None:
-    """Attack whom it is told, until told to stop."""
+    """Run attacks as ordered, until the order to exit."""
     own = kvflow.load_trust(options.keys)
     while (order := line.receive())["do"] != "leave":
         is_over = threading.Event()
@@ -165,7 +165,7 @@ def attack(options: AttackerOptions, line: Line) -> None:
 
 
 def be_attacked(options: AttackerOptions, line: Line) -> None:
-    """Be a prefill rank with nothing to do."""
+    """Run an idle prefill rank."""
 
     async def listen() -> None:
         config = kvflow.PrefillConfig(
@@ -181,12 +181,12 @@ def be_attacked(options: AttackerOptions, line: Line) -> None:
 
 
 def serve(options: AttackerOptions, line: Line) -> None:
-    """Be what the options say."""
+    """Run the role that the options select."""
     (be_attacked if options.backend else attack)(options, line)
 
 
 def main() -> int:
-    """Run; gives the exit code."""
+    """Run the process, and return the exit code."""
     return run_child(serve, AttackerOptions)
 
 

@@ -1,4 +1,4 @@
-"""What digests cost a transfer between two ranks of one process, pages in random order, one chunk."""
+"""Cost of digests in transfers of one chunk, with pages in random order, between two ranks of one process."""
 
 import argparse
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["add_arguments", "measure_digests", "prepare"]
 
 LAYERS, HEADS, HEAD_BYTES = 8, 8, 256
 WARM_UP: Final = 2
-"""Transfers that shake hands and touch every page."""
+"""Unmeasured transfers, which do the handshake and touch every page."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +44,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 async def measure_digests(
     backend: str, page_sizes: tuple[int, ...], megabytes: int, rounds: int, on_row: Callable[[Row], None]
 ) -> list[Row]:
-    """Transfer the same pages again and again, with and without digests in turn.
+    """Transfer the same pages repeatedly, with and without digests in turn.
 
     Args:
         backend: Transport of both ranks.
         page_sizes: Tokens of a page; each is measured token-major and head-major.
-        megabytes: 2**20 bytes of each transfer.
-        rounds: Of each kind.
-        on_row: Told of each row.
+        megabytes: Size of a transfer, in units of 2**20 bytes.
+        rounds: Transfers with digests, and as many without.
+        on_row: Called with each row.
 
     Returns:
         Times from offering the pages to the end of `done()`; `bare` is without digests.
@@ -91,7 +91,7 @@ async def _measure(backend: str, shape: PoolShape, num_pages: int, rounds: int) 
 
 
 async def _transfer(pair: Pair, room: int, num_pages: int, tokens: tuple[int, int], *, digest: bool) -> float:
-    """Do one transfer; give the seconds that it took once both sides had begun."""
+    """Run one transfer; return the seconds from the offer to the end of `done()`, with both sides already open."""
     rng, name = np.random.default_rng(room), pair.prefill.config.instance
     source, target = {"kv": rng.permutation(num_pages)}, {"kv": rng.permutation(num_pages)}
     async with (

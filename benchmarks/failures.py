@@ -1,7 +1,7 @@
-"""What the death, the freeze or the change of mind of one process does to another in the middle of a transfer.
+"""Effects of a kill, stop or abort of one process on its peer in the middle of a transfer.
 
-Two engines in processes of their own move pages that carry the name of their round. After each disturbance the other
-side must have learned of it, every page must be accounted for, and the next transfer must pass, byte for byte.
+Two engines in processes of their own move pages with content that differs in each round. After each disturbance the
+peer must have noticed, every page must be accounted for, and the next transfer must succeed, byte for byte.
 """
 
 import argparse
@@ -43,16 +43,16 @@ OTHER: Final[dict[SideName, SideName]] = {PREFILL: DECODE, DECODE: PREFILL}
 
 ANY_PORT: Final = "tcp://127.0.0.1:0"
 FIRST_CHUNKS: Final = 3
-"""Chunks that are offered before the disturbance; the rest is computed and sent meanwhile."""
+"""Chunks offered before the disturbance; prefill computes and sends the rest meanwhile."""
 
 SPREAD_S: Final = 0.02
 """The disturbance comes at a random moment within this time after those chunks."""
 
 STOPPED_LEASES: Final = 4.0
-"""How many leases a process is stopped for."""
+"""How long a process is stopped, in leases."""
 
 MAX_MISSES: Final = 10
-"""Disturbances in a row that come after the end of their transfer, and do not count."""
+"""Limit of successive disturbances that come after the end of their transfer, which do not count."""
 
 
 class EngineOptions(SideOptions, frozen=True, kw_only=True):
@@ -60,12 +60,12 @@ class EngineOptions(SideOptions, frozen=True, kw_only=True):
 
     Attributes:
         bind: Address of the prefill rank's control socket.
-        lease_s: Silence after which the other side is taken for lost.
-        layers: Tensors, of which each page has a cell.
+        lease_s: Silence after which the peer counts as lost.
+        layers: Number of tensors; each page has one cell in each.
         cell_bytes: Bytes of a cell, which is one descriptor.
-        tokens: Pages of one transfer; a page holds one token.
+        tokens: Tokens of one transfer; a page holds one.
         chunks: Chunks of one transfer.
-        num_pages: Of the pool.
+        num_pages: Pages of the pool.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -78,7 +78,7 @@ class EngineOptions(SideOptions, frozen=True, kw_only=True):
 
 
 class Engine(ChildProcess):
-    """One incarnation of an engine as the one who disturbs it sees it."""
+    """Handle of one incarnation of an engine, in a child process."""
 
     def __init__(self, options: EngineOptions, tasks: TaskGroup) -> None:
         super().__init__(options.side, MODULE, options, tasks)
@@ -91,19 +91,19 @@ class Engine(ChildProcess):
 
 
 class FailureRow(msgspec.Struct, kw_only=True):
-    """One case.
+    """Results of one case.
 
     Attributes:
         rounds: Disturbances in the middle of a transfer.
-        ok: Rounds after which everything was as it should be.
-        known_ms_p50: Time from the disturbance until the other engine knew: its `done` or `chunk` raised.
-        quarantined_pages: Pages of the surviving rank that were still held back at the end of the case.
-        next_transfer_ok: Rounds whose next transfer passed and brought the right bytes.
+        ok: Rounds without a fault.
+        known_ms_p50: Time from the disturbance until `done` or `chunk` raised in the surviving engine.
+        quarantined_pages: Pages of the surviving rank still in quarantine at the end of the case.
+        next_transfer_ok: Rounds whose next transfer succeeded.
         rss_start_mb: Resident memory of the surviving process after the first transfer.
-        fds: Files that the surviving process has open at the end, beyond what it had after the first transfer.
-        fds_max: The same after the round after which there were most.
-        threads: Threads, likewise.
-        faults: What was not as it should be, and in how many rounds.
+        fds: Growth of the open files of the surviving process from the first transfer to the end.
+        fds_max: Growth up to the round with the most open files.
+        threads: Growth of its threads, as for `fds`.
+        faults: Number of faults by kind.
     """
 
     case: str
@@ -124,13 +124,13 @@ class FailureRow(msgspec.Struct, kw_only=True):
 
 
 class FailureSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """Cases and options of a run.
 
     Attributes:
-        cases: Of `CASES`.
-        rounds: Of each.
-        engine: How the engines are; side, registry and address are filled in.
-        seed: Of the moments of the disturbances.
+        cases: Names of `CASES`.
+        rounds: Rounds of each case.
+        engine: Options of the engines; the benchmark fills in side, registry and address.
+        seed: Seed of the random times of the disturbances.
     """
 
     cases: tuple[str, ...]
@@ -189,7 +189,7 @@ def _print(settings: "FailureSettings", *, is_json: bool) -> int:
 
 @dataclass
 class _Pair:
-    """Both workers of a case. The survivor runs until the end."""
+    """Both engines of a case. The survivor runs until the end."""
 
     survivor: Engine
     victim: Engine
@@ -212,7 +212,7 @@ class _Pair:
         return self.room
 
     async def begin_and_wait_for_the_middle(self) -> int:
-        """Start a transfer, and come back at a random moment while it runs."""
+        """Start a transfer, and return at a random time while it runs."""
         room = await self.begin()
         if await self.prefill.wait_for(room, f"chunk {FIRST_CHUNKS}", "ended") == "ended":
             self.fault("failed before it was disturbed")
@@ -220,7 +220,7 @@ class _Pair:
         return room
 
     async def replace_victim(self, bind: str) -> None:
-        """Start another incarnation of the victim, at an address of its own or that of the one before."""
+        """Replace the victim by another incarnation, which binds to `bind`."""
         await self.victims.aclose()
         options = structs.replace(self.victim.options, bind=bind)
         self.victim = await self.victims.enter_async_context(Engine(options, self.tasks))
@@ -240,10 +240,10 @@ async def measure_failures(
 
     Args:
         settings: What to run.
-        on_round: Told when a round has ended, as (case, number).
+        on_round: Called as (case, number) at the end of each round.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
+        ChildFailed: A process hangs, or exited with an error or output on its standard error.
     """
     return [await _measure(case, settings, on_round) for case in settings.cases]
 
@@ -302,7 +302,7 @@ async def _open_pair(victim: SideName, settings: FailureSettings) -> AsyncIterat
 
 
 async def _disturb_in_the_middle(pair: _Pair, disturb: Disturb, number: int) -> None:
-    """Disturb transfers until one was hit before its end."""
+    """Start and disturb transfers until a disturbance comes before the end of its transfer."""
     for _ in range(MAX_MISSES):
         if await disturb(pair, number):
             return
@@ -310,7 +310,7 @@ async def _disturb_in_the_middle(pair: _Pair, disturb: Disturb, number: int) -> 
 
 
 async def _kill(pair: _Pair, number: int) -> bool:
-    """Kill the victim; the next incarnation starts at once or once the survivor knows, at the same address or not."""
+    """Kill and replace the victim; alternate between at once and once noticed, and between same and new address."""
     room = await pair.begin_and_wait_for_the_middle()
     killed_s = pair.victim.send_signal(signal.SIGKILL)
     bind = pair.victim.endpoint if pair.victim.endpoint and number % 2 else ANY_PORT
@@ -324,7 +324,7 @@ async def _kill(pair: _Pair, number: int) -> bool:
 
 
 async def _stop(pair: _Pair, _: int) -> bool:
-    """Stop the victim for longer than its lease."""
+    """Stop the victim for `STOPPED_LEASES`."""
     room = await pair.begin_and_wait_for_the_middle()
     stopped_s = pair.victim.send_signal(signal.SIGSTOP)
     await anyio.sleep(STOPPED_LEASES * pair.victim.options.lease_s)
@@ -335,7 +335,7 @@ async def _stop(pair: _Pair, _: int) -> bool:
 
 
 async def _abort(pair: _Pair, _: int) -> bool:
-    """Let the victim's engine leave its block."""
+    """Make the victim's engine leave the block of its transfer."""
     room = await pair.begin_and_wait_for_the_middle()
     await pair.victim.tell("abort", room=room)
     aborted = await pair.victim.expect("aborted", room)
@@ -352,11 +352,11 @@ CASES: Final[dict[str, tuple[Disturb, SideName]]] = {
     "abort-prefill": (_abort, PREFILL),
     "abort-decode": (_abort, DECODE),
 }
-"""What is done, and to whom."""
+"""Disturbance and victim of each case."""
 
 
 def _note(pair: _Pair, ended: Report, disturbed_s: float) -> bool:
-    """Note how long the survivor took to know; False if its transfer had ended before."""
+    """Record how long the survivor took to notice; return False if its transfer had ended before."""
     _check_bytes(pair, ended)
     if not ended["reason"] or ended["at_s"] < disturbed_s:
         return False
@@ -365,7 +365,7 @@ def _note(pair: _Pair, ended: Report, disturbed_s: float) -> bool:
 
 
 async def _transfer_next(pair: _Pair) -> bool:
-    """Run an undisturbed transfer; say whether it passed on both sides."""
+    """Run an undisturbed transfer; return whether it succeeded on both sides."""
     room = await pair.begin()
     reports = [await worker.expect("ended", room) for worker in (pair.survivor, pair.victim)]
     for report in reports:
@@ -386,7 +386,7 @@ async def _settle(worker: Engine) -> Report:
 
 
 def _check_account(pair: _Pair, account: Report) -> None:
-    """Every page is somewhere, nothing is open or held back, and nobody wrote to a free page."""
+    """Check that no page is lost, nothing is open or in quarantine, and no free page was written."""
     pages = account["pages"]
     if pages["free"] + pages["held"] + pages["quarantined"] != pages["all"]:
         pair.fault("pages lost")

@@ -1,7 +1,7 @@
-"""An engine that can be disturbed: `python -m benchmarks.failures_worker OPTIONS`.
+"""An engine for `benchmarks.failures`: `python -m benchmarks.failures_worker OPTIONS`.
 
-It is told rooms to send or to receive, to give one up, to say how it is, and to leave; what happens it reports with
-times on the machine's monotonic clock, which all processes of a machine share.
+It takes orders to transfer or abort a room, to report its state, and to exit. Times in its reports are from the
+monotonic clock, which all processes of a machine share.
 """
 
 import os
@@ -27,15 +27,15 @@ from kvflow.cli.processes import Line, next_order, run_child
 __all__ = ["main"]
 
 SETTLE_S = 20.0
-"""How long to wait until nothing is open before the account is given as it is."""
+"""How long to wait until nothing is open before reporting the account anyway."""
 
 LOOK_S = 0.001
 
 COMPUTE_S = 0.002
-"""What a model would take for a chunk; without it all chunks are written before the disturbance comes."""
+"""Compute time of a chunk; without it all chunks are written before the disturbance."""
 
 ROOM_TOKENS = 65_536
-"""Rooms have tokens of their own, so that the pages of one are not taken for those of another."""
+"""Distance of the first tokens of successive rooms, which gives the pages of each room distinct content."""
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ AnyTransfer = kvflow.RoomSender | kvflow.RoomReceiver
 
 
 class _Account(NamedTuple):
-    """Where all pages of a pool are. Their sum is the pool."""
+    """Pages of a pool by state; `all` must be their sum."""
 
     free: int
     held: int
@@ -75,34 +75,34 @@ class _Pool(PagePool):
         return pages
 
     def give_back(self, transfer: AnyTransfer, pages: list[int]) -> None:
-        """Give the pages of an ended transfer back; `take_back` says when they are safe."""
+        """Give back the pages of an ended transfer; `take_back` returns them once they are safe."""
         self._held.remove(pages)
         self._ended.append((transfer, pages))
 
     def take_back(self) -> list[list[int]]:
-        """Return the pages that have become safe; they are held until they have been wiped and freed."""
+        """Return the pages that have become safe; they count as held until `free`."""
         safe = [entry for entry in self._ended if entry[0].memory is kvflow.Memory.SAFE]
         self._ended = [entry for entry in self._ended if entry not in safe]
         self._held += [pages for _, pages in safe]
         return [pages for _, pages in safe]
 
     def free(self, pages: list[int]) -> None:
-        """Let others have pages that were wiped."""
+        """Free wiped pages."""
         self._held.remove(pages)
         self._free += pages
 
     def account(self) -> _Account:
-        """Where all pages are."""
+        """Return the number of pages in each state."""
         held = sum(len(pages) for pages in self._held)
         return _Account(len(self._free), held, sum(len(pages) for _, pages in self._ended), self.num_pages)
 
     def is_free_untouched(self) -> bool:
-        """Return whether nobody has written to a free page. Takes long."""
+        """Return whether all free pages are still wiped. Slow."""
         return self.is_wiped(self._free)
 
 
 class _Known(NamedTuple):
-    """When the engine knew how a transfer ended, and on decode whether every byte is the one that was sent."""
+    """When the engine learned the outcome of a transfer, and on decode whether every byte is right."""
 
     at_s: float
     is_intact: bool | None
@@ -131,7 +131,7 @@ class Worker:
             self._rank = kvflow.DecodeRank(kvflow.DecodeConfig(**common), self._pool.layout)
 
     async def serve(self) -> None:
-        """Do what is said until it is to leave."""
+        """Execute orders until the one to exit."""
         async with self._rank as rank, anyio.create_task_group() as tasks:
             endpoint = rank.endpoint if isinstance(rank, kvflow.PrefillRank) else ""
             self._line.report("ready", endpoint=endpoint)
@@ -144,7 +144,7 @@ class Worker:
                 tasks.start_soon(self._transfer, room)
             case {"do": "abort", "room": room}:
                 self._line.report("aborted", room=room, at_s=time.monotonic())
-                if room in self._scopes:  # else it has ended meanwhile, and the round does not count
+                if room in self._scopes:  # else it has already ended, and the round does not count
                     self._scopes[room].cancel()
             case {"do": "settle"}:
                 tasks.start_soon(self._settle)
@@ -153,11 +153,11 @@ class Worker:
         return True
 
     async def _transfer(self, room: int) -> None:
-        """Run one transfer, whatever becomes of it."""
+        """Run one transfer, and report its outcome."""
         rank, reason = self._rank, ""
         try:
             pages = self._pool.take(self._options.tokens)
-        except kvflow.CapacityExceeded as error:  # if it ended this process, that would have to wait for the next order
+        except kvflow.CapacityExceeded as error:  # not raised: the process would exit only at the next order
             self._line.report("refused", room=room, detail=str(error))
             return
         transfer: kvflow.RoomSender | kvflow.RoomReceiver
@@ -212,19 +212,19 @@ class Worker:
             return _Known(time.monotonic(), None)
 
     async def _wait_for_writes(self, sender: kvflow.RoomSender, num_writes: int) -> None:
-        """Compute no more before the first write has begun, so that what comes now comes in the middle."""
+        """Wait until the first write has begun, for disturbances to come in the middle of the transfer."""
         while sender.outcome is kvflow.Outcome.PENDING:
             if self._num_writes() > num_writes:
                 return
             await anyio.sleep(LOOK_S)
 
     def _num_writes(self) -> int:
-        """Count the writes that have begun so far."""
+        """Return the number of writes that have begun so far."""
         statistics = self._rank.statistics()
         return statistics.posted + statistics.times.stages[Stage.SUBMIT].count
 
     async def _receive(self, receiver: kvflow.RoomReceiver, room: int, pages: list[int]) -> _Known:
-        """Receive a room, and look at every byte of it."""
+        """Receive a room, and check every byte of it."""
         async with receiver:
             with _stamped():
                 await receiver.done()
@@ -232,7 +232,7 @@ class Worker:
         return _Known(at_s, await self._beside(self._pool.holds, pages, room * ROOM_TOKENS))
 
     async def _settle(self) -> None:
-        """Wait until nothing is open, held back or under way, and say how this worker is."""
+        """Wait until nothing is open, in quarantine or in flight, and report the account."""
         with anyio.move_on_after(SETTLE_S):
             while not self._is_settled():
                 await self._sweep()
@@ -241,13 +241,13 @@ class Worker:
         self._line.report("account", is_untouched=is_untouched, **self._account())
 
     async def _sweep(self) -> None:
-        """Take back what has become safe."""
+        """Wipe and free the pages that have become safe."""
         for pages in self._pool.take_back():
             await self._beside(self._pool.wipe, pages)
             self._pool.free(pages)
 
     async def _beside(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Do what takes long beside the event loop: a rank whose loop is blocked is taken for dead."""
+        """Run slow work in a thread: peers take a rank with a blocked event loop for dead."""
         return await anyio.to_thread.run_sync(work, *arguments, limiter=self._limiter)
 
     def _is_settled(self) -> bool:
@@ -273,7 +273,7 @@ class Worker:
 
 @contextmanager
 def _stamped() -> Iterator[None]:
-    """Note in a failure when the engine knew of it."""
+    """Add to a failure the time at which the engine received it."""
     try:
         yield
     except kvflow.TransferFailed as error:
@@ -282,13 +282,13 @@ def _stamped() -> Iterator[None]:
 
 
 def _known_at(error: kvflow.TransferFailed) -> float:
-    """When the engine knew of a failure that went through `_stamped`; now if it did not."""
+    """Return the time that `_stamped` added to a failure; now if there is none."""
     at_s = error.values.get("known_at_s")
     return at_s if isinstance(at_s, float) else time.monotonic()
 
 
 def main() -> int:
-    """Run one engine to its end; gives the exit code."""
+    """Run one engine, and return the exit code."""
     return run_child(lambda options, line: anyio.run(Worker(options, line).serve), EngineOptions)
 
 

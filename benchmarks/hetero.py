@@ -1,4 +1,4 @@
-"""Two processes whose ranks keep the same cache differently: direct writes, packed ones, and what kvflow chooses."""
+"""Transfers between two processes with different cache layouts: direct, packed, and as kvflow chooses."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ MODULE: Final = "benchmarks.hetero_worker"
 WAYS: Final[tuple[Packing, ...]] = ("never", "always", "auto")
 
 TABLES: Final = 4
-"""Requests that have pages of their own, in random order over the pool."""
+"""Number of page tables, each with its own pages in random order over the pool."""
 
 HEADS: Final = 8
 HEAD_BYTES: Final = 256
@@ -32,10 +32,10 @@ Axes = Literal["NHD", "HND"]
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """How one instance keeps the cache.
+    """Cache layout of one instance.
 
     Attributes:
-        ranks: Tensor-parallel size; each rank holds as many heads as any other.
+        ranks: Tensor-parallel size; all ranks hold the same number of heads.
         axes: "NHD" for token-major pages, "HND" for head-major ones.
     """
 
@@ -48,7 +48,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Both sides."""
+    """Cache layouts of both sides."""
 
     prefill: Side = Side()
     decode: Side = Side()
@@ -64,12 +64,12 @@ CASES: Final = {
 
 
 class HeteroOptions(SideOptions, frozen=True, kw_only=True):
-    """One process.
+    """Options of one process.
 
     Attributes:
-        case: Of `CASES`.
-        layers: Of the model: Llama 3 8B in bfloat16, but for this.
-        tokens: Of each request; whole pages on both sides.
+        case: Name in `CASES`.
+        layers: Layers of the model, which is otherwise Llama 3 8B in bfloat16.
+        tokens: Tokens of each request; whole pages on both sides.
     """
 
     case: str = "tp4-tp2"
@@ -78,18 +78,18 @@ class HeteroOptions(SideOptions, frozen=True, kw_only=True):
 
     @property
     def own(self) -> Side:
-        """How this side keeps the cache."""
+        """Cache layout of this side."""
         case = CASES[self.case]
         return case.prefill if self.side == PREFILL else case.decode
 
     @property
     def others(self) -> int:
-        """Ranks of the other side."""
+        """Number of ranks of the other side."""
         case = CASES[self.case]
         return (case.decode if self.side == PREFILL else case.prefill).ranks
 
     def shape(self, engine_rank: int) -> PoolShape:
-        """Return what a rank of this side holds."""
+        """Return the pool shape of a rank of this side."""
         return PoolShape(
             layers=self.layers,
             heads=head_range(HEADS, self.own.ranks, engine_rank),
@@ -100,12 +100,12 @@ class HeteroOptions(SideOptions, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Some requests, one after the other.
+    """Consecutive requests.
 
     Attributes:
-        packing: Of the prefill instance that sends them.
-        first_room: Room of the first one; the others follow.
-        count: How many; each has the next page table.
+        packing: Packing of the prefill instance that sends them.
+        first_room: Room of the first request; the others follow.
+        count: Number of requests; each uses the next page table.
     """
 
     packing: Packing
@@ -141,10 +141,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 class Round(NamedTuple):
-    """What one round gave.
+    """Result of one round.
 
     Attributes:
-        time_ms: Median of its requests, from offering one on all prefill ranks to having it on all decode ranks.
+        time_ms: Median over its requests of the time from the offer on all prefill ranks to `done` on all decode ranks.
         packed: Share of the writes that were packed.
     """
 
@@ -162,10 +162,10 @@ class Sides:
         self._next_room = 0
 
     async def play(self, packing: Packing) -> Round:
-        """Move each request once.
+        """Transfer each request once.
 
         Raises:
-            ChildFailed: A side did not come to its end.
+            ChildFailed: A side did not finish.
         """
         load = Load(packing=packing, first_room=self._next_room, count=TABLES)
         self._next_room += TABLES
@@ -177,10 +177,10 @@ class Sides:
         return Round(statistics.median(took), began["packed"] / (began["packed"] + began["direct"]))
 
     async def check(self, packing: Packing) -> None:
-        """Move each request once over wiped pages, and look at every byte.
+        """Transfer each request once to wiped pages, and check every byte.
 
         Raises:
-            WrongBytes: One of them is wrong.
+            WrongBytes: A byte is wrong.
         """
         await self._decode.tell("wipe")
         await self._decode.expect("wiped")
@@ -193,17 +193,17 @@ class Sides:
 async def measure_hetero(
     options: HeteroOptions, cases: Sequence[str], rounds: int, report: Callable[[Row], None]
 ) -> list[Row]:
-    """Measure every case with processes of its own.
+    """Measure each case in processes of its own.
 
     Args:
-        options: Of both processes, but for the case.
-        cases: Of `CASES`.
-        rounds: Of each way; all ways take turns.
-        report: Told of each row.
+        options: Options of both processes; the case is filled in.
+        cases: Names of `CASES`.
+        rounds: Rounds of each way; the ways take turns.
+        report: Called with each row.
 
     Raises:
-        ChildFailed: A process hangs, or ended with an error or with something on its standard error.
-        WrongBytes: Something arrived wrongly.
+        ChildFailed: A process hangs, or exited with an error or output on its standard error.
+        WrongBytes: A byte is wrong.
     """
     rows: list[Row] = []
     for case in cases:
@@ -223,7 +223,7 @@ async def measure_hetero(
 
 
 def _rows(options: HeteroOptions, case: str, played: dict[Packing, list[Round]]) -> list[Row]:
-    """Packed against direct, and what kvflow chose against the better of both. All ratios are of times."""
+    """Compare packed with direct writes, and kvflow's choice with the better of both. All ratios are of times."""
     megabytes = 2 * options.layers * HEADS * HEAD_BYTES * options.tokens / 2**20
     name = f"{CASES[case].prefill} -> {CASES[case].decode}"
     measured = Measured(
@@ -253,6 +253,6 @@ def _rows(options: HeteroOptions, case: str, played: dict[Packing, list[Round]])
 
 
 def _choice(rounds: Sequence[Round]) -> str:
-    """How pieces were moved."""
+    """Describe whether writes were packed."""
     share = statistics.median(one.packed for one in rounds)
     return {0.0: "direct", 1.0: "packed"}.get(share, f"{share:.0%} of the writes packed")

@@ -1,6 +1,6 @@
 """One process with all ranks of one side: `python -m benchmarks.hetero_worker OPTIONS`.
 
-The prefill process has an instance for each way of packing, all over the same pools. Times are nanoseconds of the
+The prefill process has one instance for each packing setting, all over the same pools. Times are nanoseconds of the
 machine's monotonic clock.
 """
 
@@ -35,12 +35,12 @@ class RankPool(PagePool):
         self.tables = page_tables(self.num_pages, TABLES, size, (7, engine_rank))
 
     def fill(self) -> None:
-        """Write every request into its pages, as a model would. Takes long."""
+        """Write every request to its pages, as a model would. Slow."""
         for request, pages in enumerate(self.tables):
             self.write(pages, request * self._tokens)
 
     def has_arrived(self) -> bool:
-        """Return whether every byte of every request is what it should be. Takes long."""
+        """Return whether every byte of every request is right. Slow."""
         return all(self.holds(pages, request * self._tokens) for request, pages in enumerate(self.tables))
 
 
@@ -64,7 +64,7 @@ class PrefillSide:
         return kvflow.PrefillRank(config, self._pools[engine_rank].layout)
 
     async def play(self, load: Load) -> dict[str, Any]:
-        """Send requests, each when all decode ranks have asked for it; say when each was offered, and how it went."""
+        """Send each request once all decode ranks have granted it; return offer times, and packed and direct writes."""
         ranks, began, before = self.ranks[load.packing], [], self._num_posts(load.packing)
         for number in range(load.count):
             while any(rank.statistics().waiting_grants < self._options.others for rank in ranks):  # noqa: ASYNC110
@@ -77,7 +77,7 @@ class PrefillSide:
         return {"times_ns": began, "packed": packed, "direct": direct}
 
     def _num_posts(self, way: Packing) -> tuple[int, int]:
-        """Packed and direct writes of an instance so far."""
+        """Return the packed and direct writes of an instance so far."""
         counts = [rank.statistics().staging for rank in self.ranks[way]]
         return sum(count.packed_posts for count in counts), sum(count.direct_posts for count in counts)
 
@@ -107,7 +107,7 @@ class DecodeSide:
         return kvflow.DecodeRank(config, self._pools[engine_rank].layout)
 
     async def play(self, load: Load) -> dict[str, Any]:
-        """Receive requests; say when decode might have run."""
+        """Receive requests; return the times at which decode could have started."""
         ended = []
         for number in range(load.count):
             async with anyio.create_task_group() as tasks:
@@ -134,7 +134,7 @@ class HeteroWorker:
         self._side = PrefillSide(options, self._pools) if is_prefill else DecodeSide(options, self._pools)
 
     async def serve(self) -> None:
-        """Do what is said until it is to leave."""
+        """Execute orders until the one to exit."""
         if self._options.side == PREFILL:
             for pool in self._pools:
                 await anyio.to_thread.run_sync(pool.fill)
@@ -166,7 +166,7 @@ class HeteroWorker:
 
 
 def main() -> int:
-    """Run one process to its end; gives its exit code."""
+    """Run one process, and return the exit code."""
     return run_child(lambda options, line: anyio.run(HeteroWorker(options, line).serve), HeteroOptions)
 
 

@@ -1,4 +1,4 @@
-"""What connected ranks cost while they have nothing to do."""
+"""CPU cost of connected ranks that are idle."""
 
 import argparse
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from kvflow.cli.options import add_backend_option, check_backend, check_positive
 __all__ = ["add_arguments", "measure_idle", "prepare"]
 
 SETTLE_S: Final = 1.0
-"""Between the transfer and the measurement, so that what the transfer left behind has ended."""
+"""Wait between the transfer and the measurement, for the transfer's remaining work to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +39,13 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def measure_idle(backend: str, pairs: int, seconds: float, on_row: Callable[[Row], None]) -> list[Row]:
-    """Connect pairs of ranks by one transfer each, then measure this process while nothing happens.
+    """Connect pairs of ranks by one transfer each, then measure this process while it is idle.
 
     Args:
         backend: Transport of every rank.
         pairs: Prefill instances of one rank, each with a decode rank of its own.
         seconds: How long to measure.
-        on_row: Told of the row.
+        on_row: Called with the row.
 
     Returns:
         One row: CPU time of the whole process (every thread, registry included) as a share of one core, divided by the

@@ -1,4 +1,4 @@
-"""What keys cost: the control channel with CURVE and without, in one process, in turns."""
+"""Cost of keys: the control channel with and without CURVE, in turns in one process."""
 
 import argparse
 import time
@@ -24,13 +24,13 @@ WAYS: Final[tuple[Way, Way]] = ("with keys", "plain")
 
 
 class _Round(NamedTuple):
-    """What one round gave, for each request.
+    """Results of one round.
 
     Attributes:
-        alone_s: One at a time.
-        cpu_s: Of both ranks, 16 in flight.
-        rate: Requests in a second, 16 in flight.
-        connect_s: The first request of a new decode rank.
+        alone_s: Time of a request, one at a time.
+        cpu_s: CPU time of both ranks for a request, 16 in flight.
+        rate: Requests a second, 16 in flight.
+        connect_s: Time of the first request of a new decode rank.
     """
 
     alone_s: float
@@ -59,16 +59,16 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def measure_keys(backend: str, rounds: int, requests: int, on_row: Callable[[Row], None]) -> list[Row]:
-    """Move small requests between two ranks of this process, with keys and without.
+    """Transfer small requests between two ranks of this process, with keys and without.
 
     Args:
         backend: Transport of every rank.
-        rounds: Of each way.
-        requests: In each round, one at a time and 16 in flight.
-        on_row: Told of each row.
+        rounds: Rounds of each way.
+        requests: Requests in each round, one at a time and 16 in flight.
+        on_row: Called with each row.
 
     Returns:
-        Rows that hold the ranks with keys against those without.
+        Rows that compare the ranks with keys to those without.
     """
     played: dict[Way, list[_Round]] = {way: [] for way in WAYS}
     async with AsyncExitStack() as stack:
@@ -103,7 +103,7 @@ async def _open(backend: str, way: Way) -> AsyncIterator[tuple[Pair, Rooms]]:
 
 
 def make_trusts(place: Path, *instances: str) -> dict[str, kvflow.Trust]:
-    """Make keys for instances and a registry, who list each other, each in a directory of its name."""
+    """Create keys for a registry and instances, each in a directory of its name, with the others as known peers."""
     directories = {name: place / name for name in ("registry", *instances)}
     keys = {name: make_keys(path) for name, path in directories.items()}
     for path in directories.values():

@@ -1,7 +1,7 @@
-"""What a transfer that waits holds: `python -m benchmarks.memory CASE METHOD COUNT` measures one case.
+"""Memory held by a waiting transfer: `python -m benchmarks.memory CASE METHOD COUNT` measures one case.
 
-Each case runs in a process of its own, because memory that an earlier one has given back would be taken again and not
-be seen. The engine's own objects (a list of all rooms, and their page tables) are shared or counted as they are.
+Each case runs in a process of its own, because a case that reuses memory freed by an earlier one would seem to need
+less. The engine's own objects (a list of all rooms, and their page tables) are shared or included.
 """
 
 import gc
@@ -36,12 +36,12 @@ from kvflow.cli.bench.rows import Measured, Row, compare
 __all__ = ["CASES", "LIMIT_BYTES", "METHODS", "Held", "main", "measure_in_process", "measure_memory"]
 
 LIMIT_BYTES: Final = 4_096
-"""What a waiting transfer may hold on each side."""
+"""Limit of the memory that a waiting transfer holds on each side."""
 
 BATCH: Final = 100
 
 FIRST_ROOM: Final = 1_000_000
-"""Of those that are measured."""
+"""Number of the first measured room."""
 
 CASES: Final = {
     "granted": ("a receive that is granted", ("decode", "prefill")),
@@ -51,27 +51,27 @@ CASES: Final = {
     "blocking-granted": ("a receive of kvflow.blocking", ("both", "")),
     "blocking-opened": ("a room of kvflow.blocking", ("prefill", "")),
 }
-"""By name: what waits, the side that begins it, and the side that has it after that, if any."""
+"""By name: what waits, the side that opens it, and the other side that then holds something, if any."""
 
 TRACED: Final = replace(PATIENT, lease_s=60)
-"""A process in which every allocation is noted is slow, and must not be taken for dead."""
+"""Timeouts for a process under tracemalloc, which is slow and must not be taken for dead."""
 
 METHODS: Final = ("tracemalloc", "rss")
 
 
 class Held(NamedTuple):
-    """Bytes for one waiting transfer: on the side that began it, and on the other one."""
+    """Bytes per waiting transfer: on the side that opened it, and on the other one."""
 
     here: float
     there: float
 
 
 async def measure_memory(count: int, report: Callable[[Row], None]) -> list[Row]:
-    """Measure every case, in bytes that Python has allocated; by how much the process has grown is among the facts.
+    """Measure each case in bytes that Python has allocated; the growth of the process is among the facts.
 
     Args:
-        count: Transfers that wait.
-        report: Told of each row.
+        count: Number of waiting transfers.
+        report: Called with each row.
     """
     rows = []
     for name, (case, sides) in CASES.items():
@@ -100,7 +100,7 @@ async def measure_in_process(case: str, method: str, count: int) -> Held:
 
 
 async def _measure(case: str, count: int, in_use: Callable[[], int]) -> Held:
-    """Let transfers wait, a few more at a time, and see who has taken how much in the meantime."""
+    """Open transfers in batches, and attribute the growth of memory to the two sides."""
     async with deploy(timeouts=TRACED, num_rooms=max(count, 2 * BATCH)) as (pair,), anyio.create_task_group() as tasks:
         await _warm_up(pair)
         held: list[Any] = []
@@ -114,13 +114,13 @@ async def _measure(case: str, count: int, in_use: Callable[[], int]) -> Held:
                 settled = in_use()
                 here, there, before = here + opened - before, there + settled - opened, settled
         tasks.cancel_scope.cancel()
-    if case == "awaited":  # its task begins when others have their turn, so that the two cannot be told apart
+    if case == "awaited":  # its task starts in a later turn of the event loop, which mixes both sides
         here, there = here + there, 0
     return Held(here / count, there / count)
 
 
 async def _warm_up(pair: Pair) -> None:
-    """Connect the two, and let everything that stays be there."""
+    """Connect both ranks, and allocate everything that stays."""
     rooms = Rooms([pair])
     await rooms.fill(2 * BATCH)
     await rooms.finish_all()
@@ -146,7 +146,7 @@ async def _await(pair: Pair, number: int, lane: int) -> None:
 
 
 async def _settle(case: str, pair: Pair, count: int) -> None:
-    """Let grants arrive."""
+    """Wait for the grants of all open transfers."""
     num_grants = 0 if case in ("opened", "computed") else count
     while True:
         await anyio.sleep(0.001)
@@ -156,7 +156,7 @@ async def _settle(case: str, pair: Pair, count: int) -> None:
 
 
 def _measure_blocking(case: str, count: int, in_use: Callable[[], int]) -> Held:
-    """Measure the same from an engine's own thread; both sides are counted together."""
+    """Measure a case of kvflow.blocking from the engine's thread, with both sides added up."""
     source, target = make_pool(), make_pool(count + 1)
     with blocking.LoopThread() as loop:
         registry = loop.portal.wrap_async_context_manager(kvflow.Registry())
@@ -212,7 +212,7 @@ def _allocated_bytes() -> int:
 
 
 def main() -> int:
-    """Measure one case in this process, and print what one transfer holds.
+    """Measure one case in this process, and print the bytes per transfer.
 
     Returns:
         The exit code.

@@ -1,10 +1,10 @@
-"""Functions and files of kvflow that a chunk and a notice run through, counted over the memory transport.
+"""Count the kvflow functions and files that a chunk and a notice pass through, over the memory transport.
 
 A chunk: from `chunk()` of the sender to the transport's `post`. A notice: from the `post` of the last chunk in another
-thread to `done()` returning. The receiver's event loop has nothing else to do meanwhile; of several transfers the one
-with the fewest calls counts, so that what comes by the clock (pings, leases) does not.
+thread to the return of `done()`. The receiver's event loop has nothing else to do meanwhile. Of several transfers the
+one with the fewest calls counts, which excludes timed work (pings, leases).
 
-Another version: `PYTHONPATH=CHECKOUT python benchmarks/path.py`.
+To measure another version: `PYTHONPATH=CHECKOUT python benchmarks/path.py`.
 """
 
 import argparse
@@ -35,12 +35,12 @@ SETTLE_S: Final = 0.02
 
 
 class Counts(NamedTuple):
-    """How much is entered.
+    """Counts of entered functions.
 
     Attributes:
-        functions: Different ones.
-        calls: Of any of them; resuming a coroutine is no call.
-        files: That they are in.
+        functions: Distinct functions.
+        calls: Calls of any of them; resuming a coroutine is no call.
+        files: Files that define them.
     """
 
     functions: int
@@ -56,10 +56,10 @@ class Call(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What was run through.
+    """The code path of a chunk or a notice.
 
     Attributes:
-        turns: Of the event loop, beyond the one it began in.
+        turns: Turns of the event loop after the first.
     """
 
     everything: Counts
@@ -69,18 +69,18 @@ class Way(NamedTuple):
 
 
 class Trace:
-    """Notes what is entered in the thread in which it is switched on."""
+    """A profiler that records the functions entered in the thread that calls `on`."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._frames: set[FrameType] = set()  # kept, so that none is taken for another one
+        self._frames: set[FrameType] = set()  # keeps them alive: another frame could reuse the id
 
     def on(self) -> None:
-        """Note what is entered from now on, in this thread."""
+        """Record calls in this thread from now on."""
         sys.setprofile(self._note)
 
     def off(self) -> None:
-        """Note nothing more."""
+        """Stop recording."""
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
@@ -94,7 +94,7 @@ class Trace:
             self.calls.append(Call(time.perf_counter(), code))
 
     def post_after(self, start_s: float) -> float:
-        """When the transport's `post` was entered for the first time after a moment."""
+        """Return the time of the first call of the transport's `post` from `start_s` on."""
         return next(
             call.at_s
             for call in self.calls
@@ -102,7 +102,7 @@ class Trace:
         )
 
     def between(self, start_s: float, stop_s: float) -> list[Call]:
-        """Return what was entered from one moment to another."""
+        """Return the calls between two times."""
         return [call for call in self.calls if start_s <= call.at_s <= stop_s]
 
 
@@ -118,14 +118,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def measure(rounds: int) -> dict[str, Way]:
-    """Run some transfers, and count what a chunk and a notice run through."""
+    """Run some transfers, and count what a chunk and a notice pass through."""
     with start_blocking_portal() as portal:
         best = anyio.run(_measure, portal, rounds)
     return {name: _way(calls) for name, calls in zip(("chunk to post", "notice to done"), best, strict=True)}
 
 
 async def _measure(portal: BlockingPortal, rounds: int) -> list[list[Call]]:
-    """Return the shortest list of calls of each kind. Decode is on this event loop, prefill on that of the portal."""
+    """Return the shortest list of calls of each kind. Decode runs on this event loop, prefill on the portal's."""
     pools = [torch.zeros(2, PAGES, PAGE_SIZE, 2, 8) for _ in range(2)]
     source, target = (
         kvflow.layout_from_tensors(
@@ -149,7 +149,7 @@ async def _measure(portal: BlockingPortal, rounds: int) -> list[list[Call]]:
 async def _transfer(
     portal: BlockingPortal, prefill: kvflow.PrefillRank, decode: kvflow.DecodeRank, room: int
 ) -> tuple[list[Call], list[Call]]:
-    """Return what the first chunk runs through on prefill, and the notice of the last one on decode."""
+    """Return the calls for the first chunk on prefill, and for the notice of the last one on decode."""
     trace, tokens = Trace(), (HALVES[0][0], HALVES[1][1])
     async with decode.receive(room, prefill="prefill", tokens=tokens, pages={"kv": range(PAGES)}) as receiver:
         sent = portal.start_task_soon(_send, prefill, room)
@@ -164,7 +164,7 @@ async def _transfer(
 
 
 async def _send(prefill: kvflow.PrefillRank, room: int) -> tuple[list[Call], float]:
-    """Send a chunk and, when all is quiet again, the last one, of which the time of the post is given."""
+    """Send two chunks, the second once all is idle; return the calls of the first, and the post time of the second."""
     trace = Trace()
     while not prefill.statistics().waiting_grants:  # noqa: ASYNC110 - there is no event
         await anyio.sleep(SETTLE_S)

@@ -1,4 +1,4 @@
-"""What planning costs: descriptors from page tables, and routes at the handshake."""
+"""Cost of planning: descriptors from page tables, and routes at the handshake."""
 
 import argparse
 import statistics
@@ -38,7 +38,7 @@ HEAD_DIM = 128
 LATENT_DIM = 576
 ELEMENT_BYTES = 2
 MAX_DESCRIPTORS = 4_000_000
-"""Larger plans are left out: nobody posts them in one piece."""
+"""Largest measured plan: no larger one is posted in one piece."""
 
 REPEATS = 7
 
@@ -65,9 +65,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 def measure_plans(layers: tuple[int, ...], tokens: tuple[int, ...]) -> Iterator[Row]:
     """Plan a whole request in every combination, smallest first.
 
-    Splits are tensor-parallel sizes with 8 KV heads, or "mla"; tables are "contiguous", "half" (every other run of two
-    pages is broken) or "random" on both sides. `memory_ratio` is the most memory in use while planning, as a multiple
-    of the output.
+    Splits are tensor-parallel sizes with 8 KV heads, or "mla"; tables are "contiguous", "half" (runs of two pages) or
+    "random" on both sides. `memory_ratio` is the peak memory while planning, as a multiple of the output.
     """
     for split, num_layers, num_tokens, page_size, table in product(SPLITS, layers, tokens, PAGE_SIZES, TABLES):
         route, src, dst = _route(split, num_layers, num_tokens, page_size)
@@ -88,7 +87,7 @@ def measure_plans(layers: tuple[int, ...], tokens: tuple[int, ...]) -> Iterator[
 
 
 def measure_handshake() -> Iterator[Row]:
-    """Compile and bind what one decode rank needs from every prefill rank."""
+    """Compile and bind the routes from all prefill ranks to one decode rank."""
     num_ranks, layers, rank = 8, 80, 4
     prefill = {rank: _layout(8, num_ranks, rank, layers, 1_024, 16) for rank in range(num_ranks)}
     decode = prefill[rank]
@@ -118,7 +117,7 @@ def _route(split: str, layers: int, num_tokens: int, page_size: int) -> tuple[Bo
 
 
 def _layout(total: int, tp_size: int, tp_rank: int, layers: int, pages: int, page_size: int) -> KVLayout:
-    """Token-major pages; K and V of each layer in allocations of their own, or one latent."""
+    """Return a layout of token-major pages, with K and V of each layer in their own allocations, or one latent."""
     heads = head_range(total, tp_size, tp_rank)
     head_bytes = (LATENT_DIM if total == 1 else HEAD_DIM) * ELEMENT_BYTES
     token_stride = head_bytes * (heads[1] - heads[0])
@@ -166,7 +165,7 @@ def _pages(
 
 
 def _times(act: Callable[[], object]) -> list[float]:
-    """Milliseconds of each repetition."""
+    """Return the milliseconds of each repetition."""
     times = []
     for _ in range(REPEATS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Draws rows: one panel for each group and quantity, and a pair of bars for each case in it."""
+"""Plot of rows: one panel for each group and quantity, with a pair of bars for each case."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ DOTS_PER_INCH: Final = 150
 KVFLOW: Final = "#1f5fa8"
 BARE: Final = "#b9c4d0"
 MARKS: Final = (("D", "#e07b39"), ("o", "#4c9f70"), ("s", "#8a63b3"), ("^", "#c44e52"))
-"""For what else the rows are compared with, in order."""
+"""Markers and colours of further values that rows compare with, in order."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw rows into a file; its suffix says in what format.
+    """Draw rows into a file; its suffix determines the format.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -121,7 +121,7 @@ def _draw_bars(
 
 
 def _write_ratios(axis: Any, rows: Sequence[Row]) -> None:
-    """Write kvflow's share of bare to the right of the panel."""
+    """Write the ratio of kvflow to bare to the right of the panel."""
     if all(row.ratio is None for row in rows):
         return
     column = {"transform": axis.get_yaxis_transform(), "ha": "left", "va": "center", "fontsize": 9.5}

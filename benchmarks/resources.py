@@ -1,4 +1,4 @@
-"""What this process takes."""
+"""Resource usage of this process."""
 
 import resource
 import threading
@@ -11,23 +11,23 @@ __all__ = ["cpu_share", "num_files", "num_threads", "resident_bytes"]
 
 
 def resident_bytes() -> int:
-    """Bytes that are in memory now."""
+    """Return the resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
 
 
 def num_files() -> int:
-    """Files that are open."""
+    """Return the number of open file descriptors."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def num_threads() -> int:
-    """Threads, without those that anyio keeps for a while after each use."""
+    """Return the number of threads, without anyio's pooled worker threads."""
     lent = [thread for thread in threading.enumerate() if thread.name == "AnyIO worker thread"]
     return len(list(Path("/proc/self/task").iterdir())) - len(lent)
 
 
 async def cpu_share(seconds: float) -> float:
-    """Sleep, and give the CPU time of this process meanwhile, every thread included, in % of a core."""
+    """Sleep, and return the CPU time of all threads of this process meanwhile, in % of a core."""
     began, cpu_began = time.monotonic(), time.process_time()
     await anyio.sleep(seconds)
     return 100 * (time.process_time() - cpu_began) / (time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Instances of one rank each in one process, and rooms that wait between them for as long as the bench wants."""
+"""Instances of one rank each in one process, and rooms between them that wait as long as a benchmark needs."""
 
 import itertools
 from collections import deque
@@ -36,19 +36,19 @@ PAGE_SIZE: Final = 16
 TOKENS: Final = (0, NUM_PAGES * PAGE_SIZE)
 TOKEN_BYTES: Final = 16
 PAGES: Final = {"kv": np.arange(NUM_PAGES)}
-"""All rooms are sent from them: what is measured is what kvflow does about a room, not the copying."""
+"""Source pages of all rooms: the benchmarks measure kvflow's work for a room, not the copying."""
 
 BATCH: Final = 10
-"""Rooms that move at the same time."""
+"""Rooms that finish at the same time."""
 
 PATIENT: Final = Timeouts(
     handshake_s=60, transfer_s=7200, open_s=7200, grant_s=7200, first_bytes_s=7200, progress_s=7200
 )
-"""Rooms wait on purpose here, so nothing but silence may end one. Repetitions and pings are as by default."""
+"""Rooms wait on purpose: only silence may end one. Retransmissions and pings keep their defaults."""
 
 
 class Pair(NamedTuple):
-    """Two ranks between which rooms go."""
+    """Two ranks that transfer rooms."""
 
     prefill: kvflow.PrefillRank
     decode: kvflow.DecodeRank
@@ -62,17 +62,17 @@ class _Room(NamedTuple):
 
 
 async def enter_sender(pair: Pair, number: RoomId) -> kvflow.RoomSender:
-    """Open a room on prefill; it has to be left in the end."""
+    """Enter a sender on prefill; the caller exits it."""
     return await pair.prefill.send(number).__aenter__()
 
 
 def pages_of(lane: int) -> dict[str, NDArray[np.int64]]:
-    """Return pages to receive a room into; rooms that wait at the same time have different lanes."""
+    """Return the target pages of a lane; rooms that wait at the same time need different lanes."""
     return {"kv": np.arange(NUM_PAGES) + lane * NUM_PAGES}
 
 
 async def enter_receiver(pair: Pair, number: int, lane: int) -> kvflow.RoomReceiver:
-    """Ask for a room on decode; it has to be left in the end."""
+    """Enter a receiver on decode; the caller exits it."""
     name = pair.prefill.config.instance
     return await pair.decode.receive(number, prefill=name, tokens=TOKENS, pages=pages_of(lane)).__aenter__()
 
@@ -88,7 +88,7 @@ class Rooms:
         self._waiting: deque[_Room] = deque()
 
     async def open(self, count: int) -> None:
-        """Ask for rooms; prefill knows every other one of them already, but has not computed anything."""
+        """Open rooms on decode, and every other one on prefill too, without sending anything."""
         for _ in range(count):
             number, pair = next(self._numbers), next(self._pairs)
             sender = await enter_sender(pair, number) if number % 2 else None
@@ -96,13 +96,13 @@ class Rooms:
             self._waiting.append(_Room(lane, pair, await enter_receiver(pair, number, lane), sender))
 
     async def fill(self, count: int) -> None:
-        """Open rooms until so many are in flight, and let their grants arrive."""
+        """Open rooms until `count` are in flight, and let their grants arrive."""
         while len(self._waiting) < count:
             await self.open(min(BATCH, count - len(self._waiting)))
             await anyio.sleep(0.001)
 
     async def turn_over(self, count: int) -> None:
-        """Finish the oldest rooms and open as many new ones, a batch at a time."""
+        """Finish the oldest `count` rooms and open as many new ones, a batch at a time."""
         for _ in range(-(-count // BATCH)):
             done = await self._finish_batch()
             await self.open(done)
@@ -129,7 +129,7 @@ class Rooms:
 
 
 def make_pool(num_rooms: int = 1) -> PagePool:
-    """Return the memory of a rank, which must outlive it: of prefill ranks for one room, of decode ranks for all."""
+    """Return a pool, which must outlive its ranks: prefill needs pages for one room, decode for `num_rooms`."""
     shape = PoolShape(layers=1, tensors=("kv",), head_bytes=TOKEN_BYTES, page_size=PAGE_SIZE)
     return PagePool(shape, num_rooms * NUM_PAGES)
 
@@ -145,15 +145,15 @@ async def deploy(  # noqa: PLR0913 - each one is a choice, by name
     timeouts: Timeouts = PATIENT,
     trusts: Mapping[str, kvflow.Trust] = MappingProxyType({}),
 ) -> AsyncIterator[list[Pair]]:
-    """Open instances of one rank each in this process, control messages over ZMQ, and pair each with each.
+    """Open instances of one rank each in this process, and yield all pairs. Control messages use ZMQ.
 
     Args:
         num_prefill: Prefill instances.
         num_decode: Decode instances.
-        num_rooms: At most so many are in flight.
-        pools: That of all prefill and that of all decode instances; as `make_pool` gives them by default.
-        backend: Transport of all.
-        timeouts: Of all.
+        num_rooms: Largest number of rooms in flight.
+        pools: Pool of all prefill instances and that of all decode instances; from `make_pool` by default.
+        backend: Transport of all ranks.
+        timeouts: Timeouts of all ranks.
         trusts: Keys of the instances, and of "registry"; none by default.
     """
     source, target = pools or (make_pool(), make_pool(num_rooms))

@@ -1,4 +1,4 @@
-"""What one transfer costs while many others are in flight, with many peers, and what a transfer that waits holds."""
+"""Cost of a transfer with many others in flight or with many peers, and cost and memory of waiting transfers."""
 
 import argparse
 import time
@@ -26,13 +26,13 @@ class ScaleSettings(NamedTuple):
     """What to measure.
 
     Attributes:
-        in_flight: Transfers in flight; each case is held against the one that is nearest to 100.
-        peers: Peers of the one rank; each case is held against the first.
-        rounds: Of each case; all cases take turns.
-        transfers: Measured in a round.
-        in_flight_with_peers: In flight over all peers.
-        waiting: Transfers that wait, for their memory.
-        standing_s: For how long it is measured what waiting costs, after rooms have waited for so long already.
+        in_flight: Transfers in flight; the case nearest to 100 is the base of the ratios.
+        peers: Peers of the one rank; the first case is the base of the ratios.
+        rounds: Rounds of each case; the cases take turns.
+        transfers: Transfers measured in a round.
+        in_flight_with_peers: Transfers in flight over all peers.
+        waiting: Number of waiting transfers in the memory measurement.
+        standing_s: How long to measure the CPU cost of waiting, after the rooms have waited as long.
     """
 
     in_flight: Sequence[int] = (10, 100, 1_000, 10_000)
@@ -75,7 +75,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def measure_scale(settings: ScaleSettings, cases: Sequence[str], report: Callable[[Row], None]) -> list[Row]:
-    """Measure some of `CASES`; `report` is told of each row."""
+    """Measure some of `CASES`; call `report` with each row."""
     rows: list[Row] = []
     if "memory" in cases:
         rows += await measure_memory(settings.waiting, report)
@@ -93,14 +93,14 @@ class _Case(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """Of one transfer, in microseconds."""
+    """Cost of one transfer, in microseconds."""
 
     cpu: float
     wall: float
 
 
 async def measure_in_flight(settings: ScaleSettings, report: Callable[[Row], None]) -> list[Row]:
-    """Finish the oldest and open a new one, over and over, while so many are in flight between two ranks."""
+    """Measure the turnover of rooms (finish the oldest, open a new one) by the number in flight between two ranks."""
     cases = [_Case(f"{count} in flight", 1, 1, count) for count in settings.in_flight]
     nearest = min(range(len(cases)), key=lambda index: abs(cases[index].in_flight - 100))
     costs = await _measure(cases, settings)
@@ -108,7 +108,7 @@ async def measure_in_flight(settings: ScaleSettings, report: Callable[[Row], Non
 
 
 async def measure_peers(settings: ScaleSettings, report: Callable[[Row], None]) -> list[Row]:
-    """Measure the same with a rank that has many peers, which take turns."""
+    """Measure the turnover of rooms by the number of peers of one rank, which take turns."""
     rows: list[Row] = []
     in_flight = settings.in_flight_with_peers
     to_one_prefill = [_Case(f"{count} decode ranks to 1 prefill rank", 1, count, in_flight) for count in settings.peers]
@@ -120,7 +120,7 @@ async def measure_peers(settings: ScaleSettings, report: Callable[[Row], None]) 
 
 
 async def measure_standing(settings: ScaleSettings, report: Callable[[Row], None]) -> list[Row]:
-    """Measure what transfers cost by the second while they wait: pings, and retransmissions."""
+    """Measure the CPU cost of waiting transfers: pings and retransmissions."""
     count = max(settings.in_flight)
     async with deploy(num_rooms=count) as pairs:
         rooms = Rooms(pairs)
@@ -167,7 +167,7 @@ async def _measure_once(case: _Case, transfers: int) -> _Cost:
 def _rows(
     group: str, cases: Sequence[_Case], costs: Sequence[Sequence[_Cost]], base: int, report: Callable[[Row], None]
 ) -> list[Row]:
-    """Rows of every case for both quantities; the ratio is to the case with the index `base`."""
+    """Make the rows of each case for both quantities, with ratios to the case at index `base`."""
     rows = []
     for quantity, unit in (("cpu", "us of CPU, both sides"), ("wall", "us")):
         values = [[getattr(cost, quantity) for cost in rounds] for rounds in costs]

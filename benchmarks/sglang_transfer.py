@@ -1,7 +1,7 @@
-"""kvflow behind SGLang's interfaces, and SGLang's own NIXL backend, in turn.
+"""Comparison of kvflow behind SGLang's interfaces with SGLang's own NIXL backend.
 
-Each side is a process that makes SGLang's manager, and a scheduler thread in it that calls senders and receivers as
-SGLang's queues do, and polls all of them every 0.2 ms. It runs in the environment that `make test-sglang` makes:
+Each side is a process with SGLang's manager. A scheduler thread in it calls senders and receivers as SGLang's queues
+do, and polls all of them every 0.2 ms. It runs in the environment that `make test-sglang` creates:
 
     .cache/sglang/bin/python -m benchmarks sglang_transfer
 """
@@ -61,12 +61,12 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        options: Of all processes.
-        count: Requests of a round.
-        rounds: Of each way and number in flight.
+        options: Options of all processes.
+        count: Requests in a round.
+        rounds: Rounds of each way and number in flight.
     """
 
     options: EmbeddedOptions
@@ -123,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def _row(measured: Measured, values: Mapping[Way, Sequence[Sequence[float]]]) -> Row:
-    """Make a row of single values of each round: medians, and percentiles over all rounds."""
+    """Make a row from the values of each round: medians by round, and percentiles over all rounds."""
     medians = {way: [statistics.median(one) for one in rounds] for way, rounds in values.items()}
     own, other = ([value for one in values[way] for value in one] for way in WAYS)
     if len(own) == len(medians["adapter"]):  # a round has one value

@@ -1,6 +1,6 @@
 """Lines, files, and lengths of functions and classes of kvflow, for each package.
 
-Another version: `PYTHONPATH=CHECKOUT python benchmarks/shape.py`.
+To measure another version: `PYTHONPATH=CHECKOUT python benchmarks/shape.py`.
 """
 
 import argparse
@@ -16,10 +16,10 @@ __all__ = ["Shape", "add_arguments", "measure", "prepare"]
 
 
 class Shape(NamedTuple):
-    """One package, or all of them.
+    """Statistics of one package, or of all.
 
     Attributes:
-        lines: Of all files, blank ones included.
+        lines: Lines of all files, including blank ones.
         function_p95: Lines that 95 % of the functions do not exceed.
     """
 
@@ -44,7 +44,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def measure(root: Path) -> dict[str, Shape]:
-    """Measure every package below a folder by name, and all of it as "all"."""
+    """Measure each package in a folder, and the whole folder as "all"."""
     packages = defaultdict[str, list[Path]](list)
     for path in sorted(root.rglob("*.py")):
         inner = path.relative_to(root).parts
@@ -68,7 +68,7 @@ def _lengths(nodes: Iterable[ast.AST], *kinds: type[ast.stmt]) -> list[int]:
 
 
 def _summary(lengths: list[int]) -> tuple[int, int, int]:
-    """Count, 95th percentile and maximum of sorted lengths."""
+    """Return count, 95th percentile and maximum of sorted lengths."""
     return (len(lengths), lengths[-(-95 * len(lengths) // 100) - 1], lengths[-1]) if lengths else (0, 0, 0)
 
 

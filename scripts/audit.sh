@@ -1,6 +1,6 @@
 #!/bin/sh
-# Write an SBOM of an environment, and look for known vulnerabilities in it.
-# usage: audit.sh ENVIRONMENT CACHE TARGET    where to keep the tools, and where the SBOM goes
+# Write an SBOM of an environment, and check it for known vulnerabilities.
+# usage: audit.sh ENVIRONMENT CACHE TARGET    the tools are kept in CACHE, the SBOM goes to TARGET
 set -eu
 
 environment=$1 cache=$2 target=$3

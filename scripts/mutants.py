@@ -1,10 +1,10 @@
-"""Change the pure cores in small ways, one at a time, and see whether the tests notice.
+"""Mutation test of the pure cores: make one small change at a time, and check that a test fails.
 
 usage: python scripts/mutants.py [--sample N] [--seed S] [PATH ...]
 
-Each mutant is run against tests/state in a copy of the package. A mutant that no test notices is printed with its line:
-either a test is missing, or the change makes no difference. Tools for this exist; none of them draws a sample, and all
-mutants of the cores together take a day.
+The script runs tests/state against each mutant in a copy of the package, and prints the mutants that pass with their
+line: either a test is missing, or the change makes no difference. Existing tools draw no sample, and all mutants of the
+cores together take a day.
 """
 
 import argparse
@@ -38,7 +38,7 @@ COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
 
 
 class Mutant(NamedTuple):
-    """A changed file."""
+    """A source file with one change."""
 
     path: Path
     line: int
@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Every mutant of a file: turned comparisons, swapped and/or, dropped calls and nots, other constants."""
+    """Yield every mutant of a file: inverted comparisons, swapped and/or, dropped calls and nots, other constants."""
     tree = ast.parse(path.read_text())
     for number, node in enumerate(ast.walk(tree)):
         for change, mutate in _changes(node):
@@ -75,7 +75,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], object]]]:
 
 
 def is_killed(mutant: Mutant) -> bool:
-    """Run the tests of the cores on a mutant."""
+    """Return whether the tests of the cores fail on a mutant."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "kvflow", Path(folder, "kvflow"), ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("tests", "pyproject.toml"):
@@ -93,7 +93,7 @@ def is_killed(mutant: Mutant) -> bool:
 
 
 def main() -> None:
-    """Draw mutants and print those that live."""
+    """Draw mutants, and print the survivors."""
     parser = argparse.ArgumentParser(description="mutation check of the pure cores")
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "kvflow/state"], help="files or folders")
     parser.add_argument("--sample", type=int, default=50, help="how many mutants to draw")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Check that this machine has what pip cannot install, and install it where that is allowed.
+# Check that this machine has the packages that pip cannot install, and install them where that is allowed.
 # usage: system-packages.sh PYTHON
 set -eu
 
@@ -16,12 +16,12 @@ elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     missing="$missing python3-venv"
 fi
 
-# What Mooncake's wheel links to but does not bring.
+# Libraries that Mooncake's wheel links to but does not bundle.
 has_library libibverbs.so.1 || missing="$missing libibverbs1"
 has_library libnuma.so.1 || missing="$missing libnuma1"
 has_library libcurl.so.4 || missing="$missing libcurl4"
 
-# What tests of two hosts need; where it cannot be installed, they are skipped.
+# Tools of the tests on two hosts, which are skipped where the tools cannot be installed.
 wanted=""
 (PATH="$PATH:/usr/sbin:/sbin" && command -v ip && command -v tc && command -v ss) >/dev/null || wanted="$wanted iproute2"
 (command -v unshare && command -v nsenter) >/dev/null || wanted="$wanted util-linux"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Run the tests that need neither torch nor a transport's library, transfers between ranks among them, on each supported
-# version of Python that is found.
-# usage: test-pythons.sh CACHE    where to keep one virtual environment for each version
+# Run the tests that need neither torch nor a transport's library, including transfers between ranks, on each installed
+# version of Python that is supported.
+# usage: test-pythons.sh CACHE    CACHE keeps one virtual environment for each version
 set -eu
 
 cache=$1
@@ -9,7 +9,7 @@ packages="anyio hypothesis msgspec numpy pytest pytest-timeout pyzmq structlog t
 tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire"
 ranks="tests/service/test_transfer.py tests/service/test_blocking.py tests/service/test_handshakes.py"
 
-# Print the interpreter of a version, if there is one: pyenv puts commands on the path that only say that it is off.
+# Print the interpreter of a version, if it works: pyenv's shim of an inactive version only prints an error.
 find_python() {
     for candidate in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
         if "$candidate" -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null; then
@@ -39,7 +39,7 @@ for version in 3.11 3.12 3.13 3.14; do
     echo "Python $version: $("$environment/bin/python" --version) of $python"
     # shellcheck disable=SC2086
     "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" $ignored $tests
-    # Whole ranks over the transport that needs no library.
+    # Whole ranks, over the transport that needs no library.
     # shellcheck disable=SC2086
     "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not nixl and not mooncake" $ranks
 done

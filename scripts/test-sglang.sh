@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run the tests that drive SGLang's own code, in an environment of their own. Its GPU kernels are stubs; see docs/sglang.md.
+# Run the tests that drive SGLang's own code, in a separate environment, with stubs for GPU kernels; see docs/sglang.md.
 # usage: test-sglang.sh ENVIRONMENT [arguments of pytest]
 set -eu
 

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Run the tests that start real vLLM servers on CPUs, in an environment of their own; see docs/vllm.md.
+# Run the tests that start real vLLM servers on CPUs, in a separate environment; see docs/vllm.md.
 # usage: test-vllm.sh ENVIRONMENT [arguments of pytest]
 set -eu
 
 environment=$1
 shift
 
-# Make an environment from a frozen list, unless it is there.
+# Create an environment from a frozen list of packages, unless it exists.
 # usage: install PLACE LIST
 install() {
     if ! cmp -s "$2" "$1/installed.txt"; then

@@ -1,9 +1,9 @@
-"""Handovers as engines have them: other work in both processes, and a pause before the last chunk.
+"""Handovers under engine conditions: other work in both processes, and a pause before the last chunk.
 
-On each side a scheduler thread looks every 0.2 ms what has changed, while another thread holds the interpreter as an
-engine would. Requests go one at a time, with their last chunk some time after the grant, and then 16 at once, to see
-what the calls cost the scheduler. The same is done with bare NIXL, which its scheduler thread polls with naps of 50 us,
-and with SGLang's own sender and receiver, in the environment that `make test-sglang` makes:
+On each side a scheduler thread polls for changes every 0.2 ms, while another thread holds the GIL as an engine would.
+Requests go one at a time, with the last chunk some time after the grant, and then 16 at once, to measure what the
+calls cost the scheduler. The benchmark does the same with bare NIXL, which its scheduler thread polls with naps of
+50 us, and with SGLang's own sender and receiver, in the environment that `make test-sglang` creates:
 
     .cache/sglang/bin/python -m benchmarks embedded --sglang
 """

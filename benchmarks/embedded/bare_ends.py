@@ -1,6 +1,6 @@
-"""A transport without kvflow, polled by the scheduler's thread itself.
+"""A bare transport without kvflow, polled by the scheduler thread itself.
 
-The decode side announces that it waits for a room, which is all the grant there is.
+Instead of a grant, the decode side only announces that it waits for a room.
 """
 
 from typing import Any, Final
@@ -18,7 +18,7 @@ NAP_S: Final = 50e-6
 
 
 class BarePrefill:
-    """A `PrefillEnd`, once the endpoint is connected."""
+    """A `PrefillEnd` over a connected endpoint."""
 
     nap_s = NAP_S
     is_quiet = True
@@ -32,18 +32,18 @@ class BarePrefill:
         self._running: dict[int, Any] = {}
 
     def send(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._awaited.add(room)
 
     def chunk(self, room: int) -> None:
-        """Do nothing: all goes with the end."""
+        """Do nothing: `finish` sends everything."""
 
     def finish(self, room: int, *, is_rest: bool) -> None:
         """Write all tokens."""
         self._running[room] = self._endpoint.start(self._works[room % LANES], room)
 
     def completed(self) -> list[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
         ended = [room for room, write in self._running.items() if self._endpoint.is_done(write)]
         for room in ended:
             del self._running[room]
@@ -59,7 +59,7 @@ class BarePrefill:
 
 
 class BareDecode:
-    """A `DecodeEnd`, once the endpoint is connected."""
+    """A `DecodeEnd` over a connected endpoint."""
 
     nap_s = NAP_S
 
@@ -67,9 +67,9 @@ class BareDecode:
         self._endpoint = endpoint
 
     def receive(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._endpoint.announce(room)
 
     def completed(self) -> list[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
         return [News(room, ended=True) for room in self._endpoint.poll()]

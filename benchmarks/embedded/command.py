@@ -1,4 +1,4 @@
-"""Options, what is played in which order, and rows."""
+"""Options, order of the runs, and rows."""
 
 import argparse
 import signal
@@ -30,7 +30,7 @@ BARE_BACKENDS: Final = ("nixl", "mooncake")
 
 Sides = tuple[ChildProcess, ChildProcess]
 Played = tuple[dict[str, Any], dict[str, Any]]
-"""What prefill and decode report of a load: times of events in `..._ns`, of calls in `calls_us` by name."""
+"""Reports of prefill and decode for a load: times of events in `..._ns`, of calls in `calls_us` by name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +77,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def check_sglang(backend: str = "nixl") -> None:
-    """Check that SGLang can be compared with.
+    """Check that a comparison with SGLang is possible.
 
     Raises:
-        ConfigError: It is not installed, or kvflow would use another transport.
+        ConfigError: SGLang is not installed, or kvflow would use another transport.
     """
     check_installed("sglang")
     if backend != "nixl":
@@ -88,15 +88,15 @@ def check_sglang(backend: str = "nixl") -> None:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is measured.
+    """What to measure.
 
     Attributes:
-        options: Of all processes.
-        ways: Who moves the bytes, in turn.
-        engines: Of `ENGINES`.
-        count: Requests of a round.
-        rounds: Of each engine and way.
-        gap_s: From the grant to the last chunk, when requests go one at a time.
+        options: Options of all processes.
+        ways: Implementations that move the bytes, in turn.
+        engines: Names of `ENGINES`.
+        count: Requests in a round.
+        rounds: Rounds of each engine and way.
+        gap_s: Time from the grant to the last chunk, when requests go one at a time.
     """
 
     options: EmbeddedOptions
@@ -131,7 +131,7 @@ class Plan(msgspec.Struct, frozen=True):
         return [*_handover_rows(self, engine, singles), *_call_rows(self, engine, crowds)]
 
     def measured(self, case: str, quantity: str, unit: str) -> Measured:
-        """Name a quantity."""
+        """Return the labels of a quantity."""
         options = self.options
         return Measured(
             bench="embedded",
@@ -143,12 +143,12 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
     def cold(self, engine: str) -> str:
-        """Name a case in which requests go one at a time."""
+        """Return the name of the case in which requests go one at a time."""
         return f"{ENGINES[engine]}, last chunk {self.gap_s * 1e3:g} ms after the grant"
 
 
 class Player:
-    """Both processes of a way. Those of SGLang spin, so they are stopped while others play."""
+    """Both processes of a way. Those of SGLang busy-wait, and are stopped while others play."""
 
     def __init__(self, way: Way, sides: Sides) -> None:
         self._way = way
@@ -166,7 +166,7 @@ class Player:
             return await prefill.expect("played", load.first_room), await decode.expect("played", load.first_room)
 
     async def rest(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Do nothing for a while; gives what prefill and decode used meanwhile."""
+        """Leave both processes idle for some time; return the resources that prefill and decode used."""
         prefill, decode = self._sides
         with self.awake():
             for side in (decode, prefill):
@@ -175,7 +175,7 @@ class Player:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let its processes run."""
+        """Let the processes run within the block."""
         self.signal(signal.SIGCONT)
         try:
             yield
@@ -183,7 +183,7 @@ class Player:
             self.signal(signal.SIGSTOP)
 
     def signal(self, number: signal.Signals) -> None:
-        """Stop processes that would spin, or let them go on."""
+        """Send a signal to processes that busy-wait."""
         if self._way == "sglang":
             for side in self._sides:
                 side.send_signal(number)
@@ -191,7 +191,7 @@ class Player:
 
 @asynccontextmanager
 async def open_player(options: EmbeddedOptions, way: Way) -> AsyncIterator[Player]:
-    """Start both processes of a way, and end them."""
+    """Start both processes of a way, and stop them at the end of the block."""
     options = msgspec.structs.replace(options, way=way, port=_free_port())
     async with open_sides(options, MODULE, ANSWER_S) as sides:
         if way != "kvflow":
@@ -223,7 +223,7 @@ def _handover_rows(plan: Plan, engine: str, played: dict[Way, list[Played]]) -> 
 
 
 def times(began_ns: list[int], ended_ns: list[int]) -> list[float]:
-    """Return the milliseconds from one event to another, of each request."""
+    """Return the milliseconds from one event to another for each request."""
     return [(stop - start) / 1e6 for start, stop in zip(began_ns, ended_ns, strict=True)]
 
 
@@ -234,7 +234,7 @@ def _call_rows(plan: Plan, engine: str, played: dict[Way, list[Played]]) -> Iter
             took = {
                 way: [one[side]["calls_us"][call] for one in rounds]
                 for way, rounds in played.items()
-                if rounds and (way == "kvflow" or call != "chunk")  # the others send all with the end
+                if rounds and (way == "kvflow" or call != "chunk")  # for the others, `finish` sends everything
             }
             yield _row(plan.measured(ENGINES[engine], quantity, "us"), took)
 
@@ -253,7 +253,7 @@ def _step_rows(plan: Plan, engine: str, rounds: list[Played]) -> Iterator[Row]:
 
 
 def _row(measured: Measured, values: dict[Way, list[list[float]]]) -> Row:
-    """Make a row of single values of each round: medians, and percentiles over all rounds."""
+    """Make a row from the values of each round: medians by round, and percentiles over all rounds."""
     medians = {way: [statistics.median(one) for one in rounds] for way, rounds in values.items()}
     together = {way: [value for one in rounds for value in one] for way, rounds in values.items()}
     others = {}

@@ -1,4 +1,4 @@
-"""Both engines: a scheduler thread that looks now and then, and a thread with other work.
+"""Both engines: a scheduler thread that polls, and a thread with other work.
 
 Times of events are nanoseconds of the machine's monotonic clock, those of calls microseconds.
 """
@@ -17,22 +17,22 @@ from benchmarks.embedded.loads import Load
 __all__ = ["DecodeEnd", "News", "PrefillEnd", "other_work", "play_decode", "play_prefill"]
 
 LOOK_S: Final = 0.0002
-"""Between two looks of the scheduler."""
+"""Interval of the scheduler's polls."""
 
 PYTHON_S, NUMPY_S = 0.002, 0.003
-"""Parts of a step."""
+"""Python and numpy parts of a step."""
 
 NUMBERS: Final = 2_000_000
-"""In one call of numpy, for which it gives the interpreter up."""
+"""Numbers in one numpy call, which releases the GIL."""
 
 Result = TypeVar("Result")
 
 
 class News(NamedTuple):
-    """What has become of a room.
+    """Changes in the state of a room.
 
     Attributes:
-        granted: The decode side has asked for it.
+        granted: The decode side has granted it.
         freed: Nothing reads its source pages any more.
         ended: It has succeeded.
     """
@@ -44,56 +44,56 @@ class News(NamedTuple):
 
 
 class PrefillEnd(Protocol):
-    """What the prefill engine has of a way.
+    """Interface of a way for the prefill engine.
 
     Attributes:
-        nap_s: Between two looks that brought nothing.
-        is_quiet: It needs no look while all that is left to do is to compute.
+        nap_s: Pause between two polls without news.
+        is_quiet: The end needs no polls while every lane computes.
     """
 
     nap_s: float
     is_quiet: bool
 
     def send(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
 
     def chunk(self, room: int) -> None:
-        """Send all tokens, but not the end."""
+        """Send all tokens without ending the room."""
 
     def finish(self, room: int, *, is_rest: bool) -> None:
-        """Send all tokens and the end, or only the end if they were sent."""
+        """Send all tokens and end the room; with `is_rest`, only end it."""
 
     def completed(self) -> Iterable[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
 
 
 class DecodeEnd(Protocol):
-    """What the decode engine has of a way; `nap_s` as in `PrefillEnd`."""
+    """Interface of a way for the decode engine; `nap_s` as in `PrefillEnd`."""
 
     nap_s: float
 
     def receive(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
 
     def completed(self) -> Iterable[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
 
 
 class Clock:
-    """Notes how long calls take, by name, in microseconds."""
+    """A record of the durations of calls, by name, in microseconds."""
 
     def __init__(self) -> None:
         self.calls_us: dict[str, list[float]] = defaultdict(list)
 
     def time(self, name: str, call: Callable[..., Result], *arguments: object, **options: object) -> Result:
-        """Make a call."""
+        """Make a call and record its duration."""
         began = time.perf_counter_ns()
         result = call(*arguments, **options)
         self.calls_us[name].append((time.perf_counter_ns() - began) / 1e3)
         return result
 
     def look(self, call: Callable[[], Iterable[News]]) -> Iterable[News]:
-        """Make a call of which only those count that bring nothing."""
+        """Poll for news, and record the duration if there are none."""
         began = time.perf_counter_ns()
         news = call()
         took = (time.perf_counter_ns() - began) / 1e3
@@ -104,7 +104,7 @@ class Clock:
 
 @contextmanager
 def other_work(engine: str) -> Iterator[list[int]]:
-    """Have another thread do what an engine does meanwhile; gives a list with how many steps it has done."""
+    """Run an engine's other work in another thread; yield a list with the number of steps done."""
     over = threading.Event()
     steps = [0]
     works: dict[str, Callable[[], object]] = {

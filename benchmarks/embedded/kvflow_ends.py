@@ -1,4 +1,4 @@
-"""The blocking ranks of kvflow."""
+"""Ends over kvflow's blocking ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Tables = list[list[int]]
 
 
 class KvflowPrefill:
-    """A `PrefillEnd`."""
+    """A `PrefillEnd` over kvflow."""
 
     nap_s = LOOK_S
     is_quiet = False
@@ -29,20 +29,20 @@ class KvflowPrefill:
         self._senders: dict[int, BlockingSender] = {}
 
     def send(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._senders[room] = self._rank.send(room)
 
     def chunk(self, room: int) -> None:
-        """Send all tokens, but not the end."""
+        """Send all tokens without ending the room."""
         self._senders[room].chunk((0, self._tokens), {"kv": self._tables[room % LANES]})
 
     def finish(self, room: int, *, is_rest: bool) -> None:
-        """Send all tokens and the end, or only the end."""
+        """Send all tokens and end the room; with `is_rest`, only end it."""
         tokens = (self._tokens, self._tokens) if is_rest else (0, self._tokens)
         self._senders[room].finish(tokens, {"kv": [] if is_rest else self._tables[room % LANES]}, metadata=b"token")
 
     def completed(self) -> list[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
         updates = self._rank.completed()
         if not updates:
             return []
@@ -59,7 +59,7 @@ class KvflowPrefill:
 
 
 class KvflowDecode:
-    """A `DecodeEnd`."""
+    """A `DecodeEnd` over kvflow."""
 
     nap_s = LOOK_S
 
@@ -69,11 +69,11 @@ class KvflowDecode:
         self._tables = tables
 
     def receive(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._rank.receive(room, prefill=PREFILL, tokens=self._tokens, pages={"kv": self._tables[room % LANES]})
 
     def completed(self) -> list[News]:
-        """See what has changed."""
+        """Return what has changed since the last call."""
         updates = self._rank.completed()
         if not updates:
             return []

@@ -1,4 +1,4 @@
-"""What both processes of a way are told."""
+"""Options and orders for both processes of a way."""
 
 from collections.abc import Container
 from typing import Final, Literal
@@ -18,19 +18,19 @@ ENGINES: Final = {
 LANES: Final = 16
 
 Way = Literal["kvflow", "bare", "sglang", "adapter"]
-"""Who moves the bytes; `adapter` is kvflow behind SGLang's interfaces, `sglang` its own NIXL backend."""
+"""What moves the bytes; `adapter` is kvflow behind SGLang's interfaces, `sglang` its own NIXL backend."""
 
 
 class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
-    """One process.
+    """Options of one process.
 
     Attributes:
-        way: Who moves the bytes.
-        shape: Of `SHAPES`.
-        tokens: Of each request, whole pages.
-        port: Where SGLang's bootstrap server listens.
+        way: Implementation that moves the bytes.
+        shape: Name in `SHAPES`.
+        tokens: Tokens of each request; whole pages.
+        port: Port of SGLang's bootstrap server.
         warm_up_s: `warm_up_interval_s` of kvflow's loop threads; 0 for none.
-        is_traced: Steps of kvflow's handovers are noted.
+        is_traced: Record the steps of kvflow's handovers.
     """
 
     way: Way = "kvflow"
@@ -42,14 +42,14 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Some requests.
+    """An order to transfer consecutive requests.
 
     Attributes:
-        engine: Of `ENGINES`.
-        first_room: Room of the first one; the others follow.
-        count: How many.
-        lanes: Under way at once.
-        gap_s: From when the scheduler sees that all is granted to the last chunk.
+        engine: Name in `ENGINES`.
+        first_room: Room of the first request; the others follow.
+        count: Number of requests.
+        lanes: Requests in flight at once.
+        gap_s: Time from the poll that reports the grant to the last chunk.
     """
 
     engine: str
@@ -64,6 +64,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.first_room, self.first_room + self.count)
 
     def may_begin(self, room: int, ended: Container[int]) -> bool:
-        """Whether its pages are free: the room that had them before, so many lanes ago, has ended."""
+        """Return whether a room's pages are free: their previous room, `lanes` before, has ended."""
         previous = room - self.lanes
         return previous < self.first_room or previous in ended

@@ -1,4 +1,4 @@
-"""Senders and receivers of SGLang, its own over NIXL or kvflow's, called as its schedulers call them."""
+"""Ends over SGLang's senders and receivers, its own NIXL ones or kvflow's, called as SGLang's schedulers do."""
 
 import importlib
 import logging
@@ -28,12 +28,12 @@ RETRY_S: Final = 0.1
 
 
 class Manager:
-    """SGLang's manager of one rank, and what is needed to make senders or receivers.
+    """SGLang's manager of one rank, and a factory of senders or receivers.
 
     Attributes:
-        native: The manager.
+        native: SGLang's manager.
         metadata: SGLang's metadata buffers.
-        address: Of the bootstrap server.
+        address: Address of the bootstrap server.
         states: `KVPoll`.
         make: Makes a sender or a receiver for a room.
     """
@@ -47,11 +47,11 @@ class Manager:
 
 
 def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
-    """Start SGLang's side over a pool, and the bootstrap server on prefill. What it prints goes nowhere."""
+    """Start SGLang's manager over a pool, and on prefill the bootstrap server. Logging is disabled."""
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("SGLANG_HOST_IP", HOST)
     install()
-    sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api  # as SGLang knows it
+    sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api  # the name that SGLang imports
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     utils = importlib.import_module("sglang.srt.disaggregation.utils")
@@ -81,7 +81,7 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
 
 
 def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[Any], Any]:
-    """Return what finds the classes of a backend, as SGLang does."""
+    """Return SGLang's function that looks up the classes of a backend."""
     if options.way == "sglang":
         return partial(utils.get_kv_class, utils.TransferBackend.NIXL)
     plugin = importlib.import_module("kvflow.engines.sglang.plugin")
@@ -99,7 +99,7 @@ def _classes(options: EmbeddedOptions, utils: Any, pool: PagePool) -> Callable[[
 
 
 def _arguments(found: Any, pool: PagePool, metadata: Any) -> Any:
-    """Describe a pool as SGLang wants it."""
+    """Fill in SGLang's description of a pool."""
     shape, count = pool.shape, pool.shape.num_tensors
     found.kv_data_ptrs = [pool.range.address + number * pool.tensor_bytes for number in range(count)]
     found.kv_data_lens = [pool.num_pages * shape.page_bytes] * count
@@ -123,7 +123,7 @@ def _arguments(found: Any, pool: PagePool, metadata: Any) -> Any:
 
 
 class SglangPrefill:
-    """A `PrefillEnd`."""
+    """A `PrefillEnd` over SGLang's interfaces."""
 
     nap_s = LOOK_S
     is_quiet = False
@@ -135,14 +135,14 @@ class SglangPrefill:
         self._granted: set[int] = set()
 
     def send(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         self._senders[room] = self._manager.make(room)
 
     def chunk(self, room: int) -> None:
-        """Do nothing: all goes with the end."""
+        """Do nothing: `finish` sends everything."""
 
     def finish(self, room: int, *, is_rest: bool) -> None:
-        """Send all tokens and the metadata."""
+        """Send all tokens and the metadata, which ends the room."""
         sender, pages, slot = self._senders[room], self._tables[room % LANES], room % LANES
         sender.pop_decode_prefix_len()
         sender.init(len(pages), slot)
@@ -150,7 +150,7 @@ class SglangPrefill:
         sender.send(pages)
 
     def completed(self) -> list[News]:
-        """Ask each sender how it stands."""
+        """Poll each sender."""
         states, news = self._manager.states, []
         for room, sender in list(self._senders.items()):
             state = sender.poll()
@@ -167,7 +167,7 @@ class SglangPrefill:
 
 
 class SglangDecode:
-    """A `DecodeEnd`."""
+    """A `DecodeEnd` over SGLang's interfaces."""
 
     nap_s = LOOK_S
 
@@ -179,14 +179,14 @@ class SglangDecode:
             time.sleep(RETRY_S)
 
     def receive(self, room: int) -> None:
-        """Begin a request."""
+        """Start a request."""
         receiver = self._manager.make(room)
         receiver.init(0)
         receiver.send_metadata(self._tables[room % LANES], room % LANES, None, decode_prefix_len=0)
         self._receivers[room] = receiver
 
     def completed(self) -> list[News]:
-        """Ask each receiver how it stands."""
+        """Poll each receiver."""
         states, news = self._manager.states, []
         for room, receiver in list(self._receivers.items()):
             state = receiver.poll()

@@ -1,7 +1,7 @@
-"""Makes SGLang's disaggregation code importable without a GPU.
+"""Shim that makes SGLang's disaggregation code importable without a GPU.
 
-Everything in `sglang.srt.disaggregation` and its memory pools is SGLang's own code. Stubs stand for
-libraries that need a GPU to be installed or imported, and for the package's `__init__`, which imports its front end.
+Everything in `sglang.srt.disaggregation` and its memory pools is SGLang's own code. Stubs replace libraries that need a
+GPU to be installed or imported, and the package's `__init__`, which imports its front end.
 """
 
 import importlib.abc
@@ -31,7 +31,7 @@ STUBS: Final = frozenset(
 
 
 class Dummy:
-    """Stands for anything: it can be called, subscripted, subclassed and used as a decorator."""
+    """A stand-in for any object: it can be called, subscripted, subclassed and used as a decorator."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -66,7 +66,7 @@ class Dummy:
 
 
 class StubModule(types.ModuleType):
-    """A module that has every name."""
+    """A module in which every name exists."""
 
     def __getattr__(self, name: str) -> Dummy:
         if name.startswith("__") and name.endswith("__"):
@@ -75,7 +75,7 @@ class StubModule(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stubs."""
+    """An import finder and loader for stub modules."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name.partition(".")[0] in STUBS:
@@ -88,17 +88,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Leave it empty."""
+        """Leave the module empty."""
 
 
 def as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Compile nothing: that needs triton."""
+    """Return the function uncompiled, in place of `torch.compile`, which needs triton."""
     return function or as_it_is
 
 
 def install() -> None:
-    """Put the stubs in place. Do it first, in a process that does nothing else."""
-    import torch  # noqa: PLC0415 - it looks for triton, which must not be the stub then
+    """Install the stubs. Call this first, in a process that does nothing else."""
+    import torch  # noqa: PLC0415 - it looks for triton, and must not find the stub
     import torch._dynamo  # noqa: PLC0415
     import torch.utils.flop_counter  # noqa: PLC0415
 

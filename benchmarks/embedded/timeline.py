@@ -1,6 +1,6 @@
-"""When a handover of kvflow gets to certain places of its code.
+"""Times at which a kvflow handover reaches certain points of its code.
 
-Functions are wrapped that are kvflow's own business: if one is renamed, its place has to be named anew here.
+The module wraps internal functions of kvflow: when one is renamed, its step here has to follow.
 """
 
 import functools
@@ -14,18 +14,18 @@ from kvflow.cli.bench.sides import DECODE, PREFILL, SideName
 __all__ = ["STEPS", "Mark", "Timeline", "steps_of"]
 
 Mark = tuple[str, int]
-"""A step, and when: nanoseconds of the machine's monotonic clock."""
+"""A step and its time, in nanoseconds of the machine's monotonic clock."""
 
 
 class Step(NamedTuple):
-    """A place.
+    """A point in the code.
 
     Attributes:
-        name: What is reached.
-        side: Where.
+        name: Name in the output.
+        side: Side that reaches it.
         function: "module:Class.method".
-        is_end: Its end counts, not its beginning.
-        counts: Says of its arguments whether it is the call that is looked for.
+        is_end: Take the return of the function, not its call.
+        counts: Predicate on the arguments that selects the right call.
     """
 
     name: str
@@ -57,14 +57,14 @@ STEPS: Final = (
     Step("prefill's pages are safe", PREFILL, "kvflow.prefill:RoomSender.report", is_end=True, counts=_is_safe),
     Step("prefill's engine sees it", PREFILL, ""),
 )
-"""In the order in which they are printed; the engines note those without a function."""
+"""Steps in the order of the output; the engines record those without a function."""
 
 
 class Timeline:
-    """Notes when this process gets to its steps.
+    """A recorder of the times at which this process reaches its steps.
 
     Args:
-        side: Of this process.
+        side: Side of this process.
     """
 
     def __init__(self, side: SideName) -> None:
@@ -74,7 +74,7 @@ class Timeline:
                 self._wrap(step)
 
     def take(self) -> list[Mark]:
-        """Return what was noted since the last call."""
+        """Return the marks since the last call."""
         taken, self._marks[:] = self._marks.copy(), []
         return taken
 
@@ -98,13 +98,13 @@ class Timeline:
 def steps_of(
     began_ns: Sequence[int], ended_ns: Sequence[int], freed_ns: Sequence[int], marks: Iterable[Mark]
 ) -> dict[str, list[float]]:
-    """Return when each request got to each step, in milliseconds since its last chunk was offered.
+    """Return when each request reached each step, in milliseconds since the offer of its last chunk.
 
     Args:
-        began_ns: When that was, in the order of the requests, which went one at a time.
-        ended_ns: When decode's engine saw each.
+        began_ns: Time of the offer, for consecutive requests that went one at a time.
+        ended_ns: When decode's engine saw each request complete.
         freed_ns: When prefill's engine saw its pages free.
-        marks: Of both processes.
+        marks: Marks of both processes.
     """
     found: dict[str, list[float]] = {step.name: [] for step in STEPS}
     by_time = sorted(marks, key=lambda mark: mark[1])

@@ -27,8 +27,8 @@ class Side:
     """One engine, and a way to move its pages.
 
     Args:
-        options: Of this process.
-        line: To whoever started it.
+        options: Options of this process.
+        line: Connection to the parent process.
     """
 
     def __init__(self, options: EmbeddedOptions, line: Line) -> None:
@@ -45,7 +45,7 @@ class Side:
         (self.pool.fill if self.is_prefill else self.pool.wipe)()
 
     def play(self, end: Any, timeline: Timeline | None = None) -> None:
-        """Play loads, or rest, as told, until told to leave."""
+        """Play loads, or idle, as ordered, until the order to exit."""
         self.line.report("ready")
         play = play_prefill if self.is_prefill else play_decode
         while (order := self.line.receive())["do"] != "leave":
@@ -88,12 +88,12 @@ class Side:
             self.line.receive()
             self.play((SglangPrefill if self.is_prefill else SglangDecode)(manager, self.tables))
         sys.stderr.flush()
-        os._exit(0)  # its threads do not end
+        os._exit(0)  # SGLang's threads do not end
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep libraries from printing; an exception is still seen."""
+    """Discard what libraries write to standard error within the block."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -104,14 +104,14 @@ def _silence() -> Iterator[None]:
 
 
 def serve(options: EmbeddedOptions, line: Line) -> None:
-    """Do as told until told to leave."""
+    """Execute orders until the one to exit."""
     side = Side(options, line)
     ways = {"kvflow": side.serve_kvflow, "bare": side.serve_bare}
     ways.get(options.way, side.serve_sglang)()
 
 
 def main() -> int:
-    """Run the process; gives the exit code."""
+    """Run the process, and return the exit code."""
     return run_child(serve, EmbeddedOptions)
 
 

@@ -1,4 +1,4 @@
-"""A client of vLLM's servers, and prompts to ask them."""
+"""A client of vLLM servers, and prompts for it."""
 
 import json
 import re
@@ -30,17 +30,17 @@ METRIC: Final = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTIL
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server answered.
+    """A server's answer. Times are monotonic, in seconds.
 
     Attributes:
-        status: Of HTTP.
-        text: What was generated.
-        error: What it says instead, also in the middle of a stream.
+        status: HTTP status.
+        text: Generated text.
+        error: Error message, also one in the middle of a stream.
         params: `kv_transfer_params`.
-        prompt_tokens: As the server counts them; 0 in streams.
-        began_at: Monotonic time at which it was asked, in seconds.
-        first_at: Likewise when the first token came.
-        ended_at: Likewise when it had answered.
+        prompt_tokens: Prompt tokens as counted by the server; 0 in streams.
+        began_at: When the client sent the request.
+        first_at: When the first token came.
+        ended_at: When the answer was complete.
     """
 
     status: int
@@ -53,7 +53,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float = 0.0
 
 
-async def ask(  # noqa: PLR0913 - as many things are asked for
+async def ask(  # noqa: PLR0913 - a request has many parameters
     session: aiohttp.ClientSession,
     url: str,
     prompt: str,
@@ -63,7 +63,7 @@ async def ask(  # noqa: PLR0913 - as many things are asked for
     stream: bool = False,
     name: str = "",
 ) -> Answer:
-    """Have a text completed, always with the most likely token; a name becomes part of the server's request id."""
+    """Request a greedy completion of a prompt; `name` becomes part of the server's request id."""
     body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": stream}
     if params is not None:
         body["kv_transfer_params"] = params
@@ -104,7 +104,7 @@ async def _streamed(response: aiohttp.ClientResponse, began_at: float) -> Answer
 async def hand_over(
     session: aiohttp.ClientSession, prefill: str, decode: str, prompt: str, tokens: int, *, name: str = ""
 ) -> tuple[Answer, Answer | None]:
-    """Do what a proxy does; gives the answers of prefill and decode, of which there is none if prefill failed."""
+    """Hand over a request as a proxy does; return the answers of prefill and decode (None if prefill failed)."""
     first = await ask(session, prefill, prompt, 1, PREFILL_PARAMS, name=name)
     if first.params is None:
         return first, None
@@ -114,7 +114,7 @@ async def hand_over(
 async def hand_over_at_once(  # noqa: PLR0913 - as `hand_over`
     session: aiohttp.ClientSession, prefill: str, decode: str, address: str, prompt: str, tokens: int, *, name: str
 ) -> tuple[Answer, Answer]:
-    """Do what a concurrent proxy does, which knows the address of prefill's rank."""
+    """Hand over a request as a concurrent proxy does, given the address of prefill's rank."""
     answers: dict[str, Answer] = {}
     params = {"do_remote_prefill": True, "transfer_id": name, "remote_engine_id": address}
 
@@ -132,7 +132,7 @@ async def hand_over_at_once(  # noqa: PLR0913 - as `hand_over`
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Read a server's metrics without their prefix and labels; equal names are added up."""
+    """Return a server's metrics without prefix and labels, summed up by name."""
     values: dict[str, float] = {}
     async with session.get(f"{url}/metrics") as response:
         for name, value in METRIC.findall(await response.text()):
@@ -142,14 +142,14 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def open_client() -> AsyncIterator[aiohttp.ClientSession]:
-    """Make a client whose connections are its own."""
+    """Open an HTTP client without a limit of connections."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         yield session
 
 
 def prompt_of(number: int, num_words: int) -> str:
-    """Make a prompt of which the first words are no other's."""
+    """Return a prompt with first words that no other prompt has."""
     step = 1 + number % 5
     count = len(FIRST_WORDS)
     known = SENTENCE.split()
@@ -159,6 +159,6 @@ def prompt_of(number: int, num_words: int) -> str:
 
 
 def prompts(count: int, fewest: int, most: int) -> list[str]:
-    """Make prompts, of which each is longer than the one before by the same factor. A word is a token and a bit."""
+    """Return prompts whose lengths in words grow by a constant factor. A word is slightly more than one token."""
     factor = (most / fewest) ** (1 / max(1, count - 1))
     return [prompt_of(number, round(fewest * factor**number)) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Options, what is asked in which order, and rows."""
+"""Options, order of the requests, and rows."""
 
 import argparse
 import statistics
@@ -33,7 +33,7 @@ AT_ONCE: Final = "both servers asked at once with kvflow"
 FIRST_PORT: Final = 8110
 SETTLE_S: Final = 3.0
 SPIN_S: Final = 1.5
-"""vLLM's workers spin for a second after each request, also on the CPUs of the other pair."""
+"""Wait between requests to different pairs: vLLM's workers busy-wait for a second after each, on all CPUs."""
 
 MOST_WORDS: Final = 1300
 WRONG: Final = 5
@@ -42,7 +42,7 @@ MEASURES: Final = ("times", "texts", "idle", "soak")
 
 
 class BenchFailed(KvflowError):
-    """A server did not do what is to be measured."""
+    """A server failed to do what the benchmark measures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None]) -> list[Row]:
-    from benchmarks.vllm_handover.client import open_client  # noqa: PLC0415 - what it needs may be missing
+    from benchmarks.vllm_handover.client import open_client  # noqa: PLC0415 - its dependencies may be missing
     from benchmarks.vllm_handover.servers import started  # noqa: PLC0415 - as above
 
     place = arguments.logs or Path(tempfile.mkdtemp(prefix="kvflow-vllm-"))
@@ -111,12 +111,12 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
 
 
 class _Run:
-    """Asks the pairs in turn.
+    """The measurements, which use the pairs in turn.
 
     Args:
-        pairs: With kvflow's connector first.
-        client: With which they are asked.
-        add: Told of each row.
+        pairs: Pairs of servers, the one with kvflow's connector first.
+        client: HTTP client for the requests.
+        add: Called with each row.
     """
 
     def __init__(self, pairs: "Sequence[Pair]", client: "aiohttp.ClientSession", add: Callable[[Row], None]) -> None:
@@ -128,7 +128,7 @@ class _Run:
         self._address = ""
 
     async def times(self, words: int, rounds: int) -> None:
-        """Hand over one request at a time, of one length."""
+        """Time handovers of requests of one length, one at a time."""
         found: dict[str, list[dict[str, float]]] = {way: [] for way in (*self._pairs, AT_ONCE)}
         prompt = prompt_of(0, words)
         for way in found:  # the first connects
@@ -151,7 +151,7 @@ class _Run:
             self._row(f"the same, {AT_ONCE}", case, quantity, "ms", values)
 
     def failures(self) -> None:
-        """Say how many of the timed requests failed, and were asked again."""
+        """Report how many of the timed requests failed and were repeated."""
         facts = {f"{way} {number}": text for way, texts in self._failures.items() for number, text in enumerate(texts)}
         measured = Measured(
             bench="vllm_handover",
@@ -186,7 +186,7 @@ class _Run:
         return await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
 
     async def texts(self, count: int) -> None:
-        """Compare texts with those that one server gives alone."""
+        """Compare texts with those of one server alone."""
         asked = prompts(count, 4, MOST_WORDS)
         alone = self._pairs["kvflow"].urls[0]
         expected = {prompt: (await ask(self._client, alone, prompt, TOKENS)).text for prompt in asked}
@@ -199,7 +199,7 @@ class _Run:
             self._row("texts", case, "equal to those of one server", "%", equal, better="higher")
 
     async def wrong_pages(self) -> None:
-        """Send a wrong page with each request: the comparison can fail."""
+        """Send a wrong page with each request, to prove that the comparison of texts can fail."""
         pair = self._pairs["kvflow"]
         asked = prompts(WRONG, 80, 400)
         expected = {prompt: (await ask(self._client, pair.urls[0], prompt, TOKENS)).text for prompt in asked}
@@ -225,7 +225,7 @@ class _Run:
         return found
 
     async def idle(self, seconds: float) -> None:
-        """Look at the CPU time of all processes while nothing is asked."""
+        """Measure the CPU time of all processes without requests."""
         await anyio.sleep(SETTLE_S)
         before = {way: pair.usage().cpu_s for way, pair in self._all.items()}
         await anyio.sleep(seconds)
@@ -235,7 +235,7 @@ class _Run:
         self._row("idle", f"both servers for {seconds:.0f} s", "CPU", "% of a core", shares)
 
     async def soak(self, requests: int) -> None:
-        """Ask each pair for long, one after the other, and say what has grown."""
+        """Run the soak test on each pair in succession, and report the growth."""
         grown = {way: await soak(pair, self._client, requests) for way, pair in self._all.items()}
         for quantity, unit in grown["kvflow"]:
             values: dict[str, list[float]] = {way: [of_way[quantity, unit]] for way, of_way in grown.items()}
@@ -260,5 +260,5 @@ class _Run:
 
 
 def _ms(found: Sequence[Mapping[str, float]], span: str) -> float:
-    """Median in milliseconds, of those that have such a part."""
+    """Return the median of a span in milliseconds, over the handovers that have it."""
     return round(statistics.median(each[span] for each in found if span in each) * 1e3, 2)

@@ -1,7 +1,7 @@
-"""A plug-in of vLLM that notes when things happen, and what a measurement changes in the servers.
+"""A vLLM plug-in that traces events, and changes servers for a measurement.
 
-vLLM finds it by the entry point in `plugin_path`, and runs it in each of its processes. It does the same whatever the
-connector is: what it notes are calls of vLLM's own interfaces.
+vLLM finds it by the entry point in `plugin_path`, and runs it in each of its processes. It traces calls of vLLM's own
+interfaces, and so works alike with each connector.
 """
 
 import functools
@@ -23,14 +23,14 @@ PROGRESS_DELAY_US: Final = 1000
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do in a server.
+    """Settings of the plug-in in a server.
 
     Attributes:
-        trace: File of what has happened, one JSON object a line; nothing is noted without.
-        wrong_page: While this file exists, kvflow's senders send another page in place of a chunk's last; of the
-            component alone that it names, if it names one.
-        eases_nixl: NixlConnector gets the conditions that it needs on few CPUs: NIXL's progress thread naps 1 ms
-            instead of spinning, and a worker does not move to the last CPU.
+        trace: File for the trace, one JSON object a line; no trace if empty.
+        wrong_page: While this file exists, kvflow's senders replace the last page of each chunk by another one; only
+            in the component that the file names, if it names one.
+        eases_nixl: Create the conditions that NixlConnector needs on few CPUs: NIXL's progress thread naps 1 ms
+            instead of busy-waiting, and a worker does not move to the last CPU.
     """
 
     trace: str = ""
@@ -38,7 +38,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     eases_nixl: bool = False
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that have a server load this plug-in."""
+        """Return the environment variables that make a server load this plug-in."""
         paths = [str(ROOT), str(Path(__file__).with_name("plugin_path")), os.environ.get("PYTHONPATH", "")]
         return {
             VARIABLE: msgspec.json.encode(self).decode(),
@@ -48,7 +48,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def activate() -> None:
-    """Change this process as it was told to."""
+    """Apply the settings to this process."""
     probe = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Probe)
     if probe.eases_nixl:
         _ease_nixl()
@@ -87,7 +87,7 @@ def _send_wrong_pages(switch: Path) -> None:
 def _with_a_wrong_one(table: Any) -> Any:
     if table is None:
         return None
-    *others, last = table.pages  # what comes next depends on it most
+    *others, last = table.pages  # the next token depends on this page the most
     return table._replace(pages=[*others, max(0, last - 1)])
 
 

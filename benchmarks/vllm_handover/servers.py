@@ -1,4 +1,4 @@
-"""The servers that take turns: a pair with kvflow's connector, one with vLLM's own, and one without any."""
+"""Pairs of servers that take turns: with kvflow's connector, with vLLM's own, and without any."""
 
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -27,10 +27,10 @@ class Pair:
     """Two servers with the same connector.
 
     Attributes:
-        way: Which connector.
+        way: Name of the connector.
         servers: Prefill and decode.
-        traces: What each has noted.
-        wrong_page: While this file exists, prefill sends a wrong page; of kvflow's pair only.
+        traces: Trace file of each server.
+        wrong_page: While this file exists, prefill sends a wrong page; only in kvflow's pair.
     """
 
     def __init__(self, way: Way, first_port: int, place: Path) -> None:
@@ -65,27 +65,27 @@ class Pair:
 
     @property
     def urls(self) -> tuple[str, str]:
-        """Where prefill and decode answer."""
+        """URLs of prefill and decode."""
         prefill, decode = self.servers
         return prefill.url, decode.url
 
     def usage(self) -> "Usage":
-        """Return what all processes of both servers take."""
+        """Return the resource usage of all processes of both servers."""
         return _sum(self.usage_by_server().values())
 
     def usage_by_server(self) -> "dict[str, Usage]":
-        """Return what all processes of each server take, by `prefill` and `decode`."""
+        """Return the resource usage of all processes of each server, by `prefill` and `decode`."""
         return {name: _usage_of(server.pid) for name, server in zip(("prefill", "decode"), self.servers, strict=True)}
 
 
 class Usage(NamedTuple):
-    """What processes take.
+    """Resource usage of processes.
 
     Attributes:
         cpu_s: CPU time until now.
-        resident: Bytes in memory; pages that several share count for each.
-        threads: Of all of them.
-        files: Descriptors that are open.
+        resident: Resident memory in bytes; shared pages count once for each process.
+        threads: Number of threads.
+        files: Number of open file descriptors.
     """
 
     cpu_s: float
@@ -108,7 +108,7 @@ def _usage(place: Path, group: int) -> Usage | None:
         if int(fields[2]) != group:
             return None
         files = len(list((place / "fd").iterdir()))
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has exited
         return None
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return Usage(cpu_s, int(fields[21]) * os.sysconf("SC_PAGESIZE"), int(fields[17]), files)
@@ -116,7 +116,7 @@ def _usage(place: Path, group: int) -> Usage | None:
 
 @asynccontextmanager
 async def started(ways: Sequence[Way], first_port: int, place: Path) -> AsyncIterator[list[Pair]]:
-    """Start a pair for each way, all at once; they are stopped when the block is left."""
+    """Start a pair for each way concurrently; stop them at the end of the block."""
     pairs = [Pair(way, first_port + 2 * number, place) for number, way in enumerate(ways)]
     servers: list[Server] = [server for each in pairs for server in each.servers]
     try:

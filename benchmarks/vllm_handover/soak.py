@@ -1,4 +1,4 @@
-"""Many requests, of which some leave: what grows in the servers meanwhile."""
+"""Growth of the servers under many requests, some of which are cancelled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,23 +23,23 @@ TOKENS: Final = 4
 PROMPTS: Final = 16
 LEAVES_DECODE: Final = 7
 LEAVES_PREFILL: Final = 31
-"""Every so many requests leave while decode answers, or before decode is asked."""
+"""One request in this many leaves while decode answers, or before it reaches decode."""
 
 LEAVES_S: Final = 0.1
 LONG_WORDS: Final = 1_300
 LONG_PROMPTS: Final = 16
-"""They use more blocks than the servers have."""
+"""Number of long prompts, which together use more blocks than the servers have."""
 
 SETTLES_S: Final = 60.0
 LOOK_S: Final = 0.5
-"""Prefill keeps what nobody asks for for 30 s."""
+"""How long to wait for free blocks, and how often to look. Prefill keeps unclaimed blocks for 30 s."""
 
 
 async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> Mapping[tuple[str, str], float]:
-    """Ask, and return what has grown since the first tenth, by name and unit; also how many texts were wrong.
+    """Send requests; return the growth since the first tenth, by name and unit, and the number of wrong texts.
 
-    Memory of a block is touched when the block is used for the first time, so all of them are used beforehand.
-    Without a connector decode computes each prompt again.
+    The long prompts use every block beforehand, because the first use of a block touches its memory. Without a
+    connector decode computes each prompt again.
     """
     for url in pair.urls:
         for number in range(LONG_PROMPTS):
@@ -56,10 +56,10 @@ async def soak(pair: "Pair", client: aiohttp.ClientSession, requests: int) -> Ma
 
 
 class _Load:
-    """Hands over the same prompts again and again; some clients leave early.
+    """A load of handovers of the same prompts; some clients leave early.
 
     Attributes:
-        wrong: How many answers were errors or other texts.
+        wrong: Number of answers with an error or an unexpected text.
     """
 
     def __init__(self, pair: "Pair", client: aiohttp.ClientSession, expected: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ class _Load:
         self._prompts = list(expected)
 
     async def run(self, count: int) -> None:
-        """Ask so many times, and wait until the servers have freed what they can."""
+        """Send `count` requests, and wait until the servers have freed their blocks."""
         numbers = iter(range(count))
         async with open_tasks() as tasks:
             for _ in range(LANES):
@@ -117,7 +117,7 @@ async def _in_use(client: aiohttp.ClientSession, url: str) -> float:
 
 
 async def _until_free(pair: "Pair", client: aiohttp.ClientSession) -> None:
-    """Wait until no block is in use, but not for ever: what is in use then is reported."""
+    """Wait until no block is in use, at most `SETTLES_S`; the caller reports blocks still in use."""
     with anyio.move_on_after(SETTLES_S):
-        while any([await _in_use(client, url) for url in pair.urls]):  # noqa: ASYNC110 - servers are asked
+        while any([await _in_use(client, url) for url in pair.urls]):  # noqa: ASYNC110 - polls the servers
             await anyio.sleep(LOOK_S)

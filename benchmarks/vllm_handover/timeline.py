@@ -1,6 +1,6 @@
-"""What a request did when, joined from what its client and both servers have noted.
+"""Timeline of a request, joined from the traces of its client and both servers.
 
-All processes are on one machine, so their monotonic clocks are one.
+All processes run on one machine and share its monotonic clock.
 """
 
 import itertools
@@ -18,18 +18,18 @@ HANDOVER: Final = "last step of prefill to first step of decode"
 FIRST_TOKEN: Final = "first token"  # noqa: S105 - not that kind
 
 SPANS: Final = ("reply", "schedule", "move", "step", "compute", "stream")
-"""The parts of a handover, in the order in which they come.
+"""Parts of a handover, in order.
 
-`reply`: from the end of prefill's last step until the client has its answer. `schedule`: until decode has blocks for
-it. `move`: until its worker says that they are filled. `step`: until its next step begins, which ends the
-handover. `compute`: that step. `stream`: until the client has the first token.
+`reply`: from the end of prefill's last step until the client has its answer. `schedule`: until decode has allocated
+blocks. `move`: until decode's worker reports them filled. `step`: until its next step begins, which ends the handover.
+`compute`: that step. `stream`: until the client has the first token.
 """
 
 WITHIN_MOVE: Final = ("ask", "first notice", "notices", "poll")
-"""The parts of `move` that kvflow's calls tell.
+"""Parts of `move`, from kvflow's calls.
 
-`ask`: until `grant`. `first notice`: until the first piece is there, which is the time that prefill's plan and
-the first write take. `notices`: until the last one. `poll`: until the worker has told vLLM.
+`ask`: until `grant`. `first notice`: until the first piece has arrived, which is the time of prefill's plan and of the
+first write. `notices`: until the last piece. `poll`: until the worker reports to vLLM.
 """
 
 
@@ -43,23 +43,23 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def read_events(trace: Path) -> list[Event]:
-    """Read what one server has noted."""
+    """Read the trace of one server."""
     return [msgspec.json.decode(line, type=Event) for line in trace.read_bytes().splitlines() if line.endswith(b"}")]
 
 
 def spans(
     name: str, prefill: Sequence[Event], decode: Sequence[Event], answers: tuple[Answer, Answer]
 ) -> dict[str, float]:
-    """Return how long the parts of a handover took.
+    """Return the durations of the parts of a handover.
 
     Args:
-        name: Of the request, part of its ids on both servers.
-        prefill: What prefill has noted.
-        decode: Likewise decode.
-        answers: Of both, to the client.
+        name: Name of the request, part of its ids on both servers.
+        prefill: Trace of prefill.
+        decode: Trace of decode.
+        answers: Answers of both servers to the client.
 
     Returns:
-        Seconds of each of `SPANS`, of `WITHIN_MOVE` as far as it is known, of `HANDOVER` and of `FIRST_TOKEN`.
+        Seconds of each of `SPANS`, of `WITHIN_MOVE` where known, of `HANDOVER` and of `FIRST_TOKEN`.
     """
     first, second = answers
     ended = _times(name, prefill)["step_ended"][-1]

@@ -1,1 +1,1 @@
-"""What somebody on the network can do, and what he cannot."""
+"""Attacks over the network, and their limits."""

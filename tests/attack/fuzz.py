@@ -1,4 +1,4 @@
-"""Messages that no rank says: random, mutated, too large, of many parts."""
+"""Messages that no rank sends: random, mutated, too large, with many parts."""
 
 import copy
 import random
@@ -47,7 +47,7 @@ OVERSIZED: Final = 9 * 2**20
 
 
 def corpus_of(hello: Hello) -> list[Message]:
-    """One message of each kind, as the sender of a hello would say it, about rooms of nobody else."""
+    """Return one message of each kind from the sender of a hello, about rooms that no other peer uses."""
     me: PeerId = hello.peer
     failure = Failure(FailureReason.ABORTED, Stage.ENQUEUE, "other/0", "no more")
     ids: dict[str, Any] = {"room": "fuzzed", "generation": 3}
@@ -79,7 +79,7 @@ def corpus_of(hello: Hello) -> list[Message]:
 
 
 class Fuzz:
-    """Draws messages, the same ones for a seed."""
+    """A generator of random messages, reproducible by its seed."""
 
     def __init__(self, corpus: list[Message], seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - to be repeated
@@ -92,7 +92,7 @@ class Fuzz:
         ]
 
     def message(self) -> list[bytes]:
-        """The frames of one message."""
+        """Return the frames of one message."""
         kind = self._random.randrange(10_000)
         if kind == 0:
             return [bytes(OVERSIZED)]
@@ -120,7 +120,7 @@ class Fuzz:
         return HEADER + msgspec.msgpack.encode(fields)
 
     def _change(self, inside: Any) -> None:
-        """Replace one value, somewhere inside; its type stays that of the message."""
+        """Replace one nested value, except the message's type."""
         keys = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
         key = self._random.choice([one for one in keys if one != "type"] or [None])
         if key is None:

@@ -1,4 +1,4 @@
-"""Deployments with keys, and attackers with some of them or none."""
+"""Deployments with keys, and attackers with some keys or none."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,11 +20,11 @@ __all__ = ["BACKENDS", "Attacker", "Guarded", "guarded", "outcome", "works"]
 
 
 BACKENDS = ("memory", pytest.param("nixl", marks=pytest.mark.slow))
-"""Of attacks whose outcome could depend on the transport."""
+"""Transports for attacks whose outcome could depend on them."""
 
 
 class Guarded(Deployment):
-    """A deployment with keys, and those of others."""
+    """A deployment with keys, and the keys of other instances."""
 
     keys: dict[str, kvflow.Trust]
 
@@ -33,7 +33,7 @@ class Guarded(Deployment):
 async def guarded(
     *others: str, backend: str = "memory", limits: kvflow.Limits = DEFAULT_LIMITS
 ) -> AsyncIterator[Guarded]:
-    """A registry, a prefill and a decode rank with keys, and keys for other instances that all of them list."""
+    """Open a registry, a prefill and a decode rank with keys, and create keys for other instances that all trust."""
     registry, keys = trusts("prefill", "decode", *others)
     async with deploy(
         backend,
@@ -56,7 +56,7 @@ async def works(deployment: Deployment, room: int = 1) -> None:
 
 
 async def outcome(transfer: Callable[[], Awaitable[object]]) -> TransferFailed | None:
-    """Return how a transfer has failed; None if it has not."""
+    """Return the failure of a transfer; None if it succeeds."""
     try:
         await transfer()
     except TransferFailed as error:
@@ -65,7 +65,7 @@ async def outcome(transfer: Callable[[], Awaitable[object]]) -> TransferFailed |
 
 
 class Attacker:
-    """Says what it likes to a listener, with some keys or none."""
+    """A connection to a listener that sends any message, with some keys or none."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self.heard: list[AnyMessage] = []

@@ -1,4 +1,4 @@
-"""What attackers say to a prefill rank, and honest transfers that go on meanwhile."""
+"""Messages of attackers to a prefill rank, and honest transfers in the background."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,19 +17,19 @@ __all__ = ["UnderWay", "hello_to", "insider", "under_way"]
 
 
 class UnderWay:
-    """Transfers that were handed over and checked, one after another."""
+    """Counter of the successful background transfers."""
 
     count = 0
 
     async def go_on(self) -> None:
-        """Wait until some more have gone through."""
+        """Wait until three more have succeeded."""
         enough = self.count + 3
         await until(lambda: self.count >= enough)
 
 
 @asynccontextmanager
 async def under_way(deployment: Deployment) -> AsyncIterator[UnderWay]:
-    """Hand rooms over all the time; at the end, at least one more goes through. Each is checked."""
+    """Transfer and check rooms in the background; at the end, check that another transfer succeeds."""
     done = UnderWay()
     is_over = False
 
@@ -48,13 +48,13 @@ async def under_way(deployment: Deployment) -> AsyncIterator[UnderWay]:
 
 
 def insider(deployment: Guarded, name: str = "other") -> Attacker:
-    """Somebody with a right key of another instance."""
+    """Return an attacker with a valid key of another instance."""
     keys = ClientKeys(deployment.keys[name], (deployment.keys["prefill"].public,))
     return Attacker(deployment.prefill[0].endpoint, keys)
 
 
 def hello_to(deployment: Deployment, rank: int = 0, *, instance: str = "other", **changes: Any) -> Hello:
-    """The hello of a decode rank that wants nothing."""
+    """Return the Hello of a decode rank that wants nothing."""
     fields: dict[str, Any] = {
         "peer": PeerId(RankId(instance, rank), 99),
         "to": deployment.prefill[0].me,

@@ -1,6 +1,6 @@
-"""What made libzmq 4.3.5 end the process, by connections that only say what they like; each attack on a real process.
+"""Connections that made libzmq 4.3.5 abort the process; each test attacks a real process.
 
-See docs/decisions/0051. A process ends at its next heartbeat, if it does.
+See docs/decisions/0051. A process that aborts does so at its next heartbeat.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ ROUNDS: Final = 5
 HEARTBEATS_S: Final = 3 * HEARTBEAT_MS / 1e3
 
 ZMTP_2: Final = b"\xff" + bytes(8) + b"\x7f\x01\x05" + frame(b"")
-"""The greeting of a DEALER of libzmq 3, without a routing id."""
+"""Greeting of a libzmq 3 DEALER, without a routing id."""
 
 
 class Victim:
@@ -39,7 +39,7 @@ class Victim:
 
     Attributes:
         own: Its keys.
-        other: Those that it lists, of the attacker as well as of an honest peer; None if there are no keys.
+        other: Keys that it trusts, of both the attacker and an honest peer; None without keys.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", own: Trust, other: Trust | None) -> None:
@@ -69,7 +69,7 @@ class Victim:
         return CurveClient(self.endpoint, self.other, self.own.public, identity=identity)
 
     async def serves(self) -> None:
-        """Still does so, other peers."""
+        """Check that the process still serves other peers."""
         keys = None if self.other is None else ClientKeys(self.other, (self.own.public,))
         with closing(Client(self.endpoint, keys)) as honest:
             honest.send(b"hello")
@@ -147,7 +147,7 @@ async def test_two_connections_with_one_routing_id(listener: Victim) -> None:
     for number in range(ROUNDS):
         first = listener.attacker(b"taken%d" % number)
         say(first, b"x")
-        first.read_frame()  # its routing id is known by now
+        first.read_frame()  # now its routing id is known
         with listener.attacker(b"taken%d" % number) as second:
             say(second, b"x")
             await listener.serves()
@@ -158,7 +158,7 @@ async def test_two_connections_with_one_routing_id(listener: Victim) -> None:
 
 
 def predicted() -> list[bytes]:
-    """The routing ids that libzmq gives first, in a process that has not seeded C's `rand`."""
+    """Return the first routing ids of libzmq in a process that has not seeded C's `rand`."""
     libc = ctypes.CDLL(None)
     libc.initstate.restype = ctypes.c_void_p
     state = ctypes.create_string_buffer(RAND_STATE_BYTES)
@@ -185,7 +185,7 @@ def takes_little(line: socket.socket) -> None:
 
 
 def break_while_it_lingers(one: Victim, attacker: "RawZmtp | CurveClient", order: str) -> None:
-    """Let the victim close a connection for which much waits; say something that nobody takes any more, and reset."""
+    """Make the victim close a connection with a long queue; send a message that it no longer reads, and reset."""
     one.do("fill")
     one.do(order)
     say(attacker, b"x")
@@ -215,7 +215,7 @@ async def test_a_connection_that_breaks_while_its_dialer_closes_it() -> None:
 
 
 async def test_a_peer_that_speaks_the_zmtp_of_libzmq_3() -> None:
-    """Nothing says which connection its messages came over, so that they cannot be bounded."""
+    """Its messages do not reveal their connection, which leaves kvflow no way to limit them."""
     with victim() as one, Wire(one.endpoint) as old:
         old.send(ZMTP_2)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Peers that take or send more than their share, against live ranks with transfers under way."""
+"""Peers that use or send more than their share, against live ranks with transfers in the background."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ REGION = Region("k", 0, 2**40, 4, 1_024, 16, 64, (0, 1), 64, 64, "bfloat16")
 
 
 def frame_of_regions(num_regions: int) -> bytes:
-    """A hello without a valid field, which took seconds to refuse."""
+    """Return a hello without a valid field, of a size that once took seconds to refuse."""
     layout = {"components": [{"name": "kv", "regions": [REGION] * num_regions}]}
     return HEADER + msgspec.msgpack.encode({"type": "hello", "layout": layout})
 
@@ -107,7 +107,7 @@ async def test_an_insider_who_grants_without_end_starves_only_itself(backend: st
 
 
 async def test_what_is_not_for_a_listener_is_not_read() -> None:
-    """Eight megabytes of records took seconds."""
+    """Reading eight megabytes of records took seconds."""
     record = {"peer": [["other", 0], 1], "layout": {"components": [{"name": "kv", "regions": [REGION] * 4_096}]}}
     data = HEADER + msgspec.msgpack.encode({"type": "records", "instance": "x", "records": [record] * 50})
     assert len(data) < MAX_REQUEST_BYTES
@@ -116,7 +116,7 @@ async def test_what_is_not_for_a_listener_is_not_read() -> None:
         keys = deployment.keys["other"].for_registry()
         with closing(insider(deployment)) as attacker, closing(Attacker(registry.endpoint, keys)) as other:
             for connection in (attacker.connection, other.connection):
-                with suppress(kvflow.Unreachable):  # the own end sends only so many bytes that are not read
+                with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
                     for _ in range(5):
                         connection.send(data)
             await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
@@ -125,14 +125,14 @@ async def test_what_is_not_for_a_listener_is_not_read() -> None:
 
 
 async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_itself() -> None:
-    """Most are not read, and then not even received."""
+    """Most are not decoded, and later not even received."""
     large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=2_000), 0).layout
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
             hello = encode(hello_to(deployment, layout=large))
             while not prefill.statistics().anomalies.get("connection_cut"):
-                with suppress(kvflow.Unreachable):  # the own end keeps only so many bytes that are not read
+                with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
                     attacker.connection.send(hello)
                 await anyio.lowlevel.checkpoint()
             assert prefill.statistics().anomalies["hello_over_budget"]
@@ -141,7 +141,7 @@ async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_it
 
 @pytest.mark.slow
 async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
-    """Each has a large layout and a name of its own, and its lease ends."""
+    """Each peer has a large layout and its own name, and its lease expires."""
     large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=300), 0).layout
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
@@ -217,7 +217,7 @@ async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: p
 
 
 async def test_an_insider_makes_no_instance_incomplete() -> None:
-    """It registers one more rank of the prefill instance, and would unregister the one there is."""
+    """It tries to register another rank of the prefill instance, and to unregister the existing one."""
     async with guarded("other") as deployment, under_way(deployment):
         prefill, registry = deployment.prefill[0], deployment.registry
         forged = RankRecord(
@@ -239,7 +239,7 @@ async def test_an_insider_makes_no_instance_incomplete() -> None:
 
 @asynccontextmanager
 async def sniffer(endpoint: str) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A wire that keeps what was said to a listener."""
+    """Relay connections to a listener; yield the endpoint and the recorded bytes to the listener."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     said: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""Who may have a room: an insider with a right key and no capability gets nothing, and disturbs nobody."""
+"""Capabilities: an insider with a valid key but no capability gets no room, and affects no other peer."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ def capability(room: int = 1, **changes: object) -> str:
 
 @asynccontextmanager
 async def signed() -> AsyncIterator[Deployment]:
-    """A deployment whose prefill rank asks for capabilities."""
+    """Open a deployment whose prefill rank requires capabilities."""
     registry, keys = trusts("prefill", "decode", "other")
     sending = {"trust": replace(keys["prefill"], capability_keys=(OTHER_KEY, KEY))}
     async with deploy(sending=sending, receiving={"trust": keys["decode"]}, registry_trust=registry) as deployment:

@@ -1,4 +1,4 @@
-"""Connections that never speak, and as many as a process can have."""
+"""Silent connections, and as many connections as a process can have."""
 
 import resource
 import socket
@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(180)]
 
 SILENT = 5_000
 FREE = 60
-"""Descriptors that are left to the process."""
+"""File descriptors that the process has left."""
 
 
 @contextmanager
 def files(limit: int) -> Iterator[None]:
-    """Let this process have so many descriptors."""
+    """Limit the file descriptors of this process."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, before[1]), before[1]))
     try:
@@ -44,7 +44,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Return whether the other side has given a connection up."""
+    """Return whether the other side has closed a connection."""
     connection.setblocking(False)
     with suppress(BlockingIOError):
         try:
@@ -57,7 +57,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 async def test_thousands_that_never_speak_are_closed() -> None:
-    """Each costs two descriptors here, one on either end."""
+    """Each costs two descriptors in this process, one at each end."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(SILENT, (most - 500) // 2)
     async with guarded() as deployment, under_way(deployment) as honest:

@@ -1,6 +1,6 @@
-"""Messages that no rank says, to live ranks with and without keys: nothing breaks, nothing grows, nobody is harmed.
+"""Fuzzed messages to live ranks with and without keys: nothing breaks or grows, and no peer is affected.
 
-`make fuzz` says a million of them, or as many as KVFLOW_FUZZ_MESSAGES says.
+`make fuzz` sends a million of them, or KVFLOW_FUZZ_MESSAGES.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUM_MESSAGES // 100)]
 
 @pytest.fixture(autouse=True)
 def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever says so much that is refused is cut off, and would not be heard."""
+    """Raise the limit of refused messages, which would close the connections of the fuzzer."""
     monkeypatch.setattr(refusals, "REFUSALS_AT_ONCE", 2 * NUM_MESSAGES)
 
 
 @asynccontextmanager
 async def exceptions() -> AsyncIterator[list[dict[str, Any]]]:
-    """What no code has caught."""
+    """Collect the uncaught exceptions of the event loop."""
     escaped: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
@@ -49,7 +49,7 @@ async def exceptions() -> AsyncIterator[list[dict[str, Any]]]:
 
 
 def lines_to(deployment: Deployment, stack: ExitStack) -> list[ZmqSocket]:
-    """Connections to both listeners, made anew whenever they break."""
+    """Open connections to both listeners, which reconnect when they break."""
     context: Context = zmq.Context.instance()
     lines = []
     for number in range(NUM_LINES):
@@ -68,7 +68,7 @@ def lines_to(deployment: Deployment, stack: ExitStack) -> list[ZmqSocket]:
 
 
 async def say(lines: list[ZmqSocket], fuzz: Fuzz, count: int) -> None:
-    """Say so many messages, as fast as they are taken."""
+    """Send `count` messages as fast as the sockets accept them."""
     for number in range(count):
         line, frames = lines[number % len(lines)], fuzz.message()
         while True:

@@ -1,4 +1,4 @@
-"""Ranks with keys among those without, with wrong ones, and with right ones of another instance; on real sockets."""
+"""Ranks with keys against peers without keys, with unknown keys, and with keys of another instance; on real sockets."""
 
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 
 def hellos_of(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, Hello]]:
-    """Sniff what decode ranks say first, and over which connection."""
+    """Return a list that collects the Hellos of decode ranks with their connections."""
     sniffed: list[tuple[bytes, Hello]] = []
     rank = deployment.prefill[0]
     real = rank._gate.denial
@@ -53,7 +53,7 @@ async def test_transfers_work_with_keys(backend: str) -> None:
 
 
 async def outsider(trust: kvflow.Trust | None, deployment: Guarded, prefill: str | kvflow.Endpoint) -> TransferFailed:
-    """Ask for a room with a decode rank of one's own."""
+    """Receive a room with another decode rank, and return the failure."""
     config = decode_config(deployment.registry.endpoint, timeouts=QUICK, trust=trust)
     async with kvflow.DecodeRank(config, make_pool().layout) as decode:
         receive = decode.receive(9, prefill=prefill, tokens=(0, 4), pages={"kv": [1]})
@@ -163,7 +163,7 @@ async def test_only_the_own_key_registers_and_unregisters_an_instance() -> None:
 
 
 async def test_a_registry_that_lies_leads_nobody_to_a_prefill_rank_without_the_key() -> None:
-    """Decode goes by its own list: whoever answers must have a key of the instance."""
+    """Decode checks its own list of keys: the prefill rank must have a key of the instance."""
     registry, keys = trusts("prefill", "decode", "other")
     gullible = trusting(registry, registry, decode=keys["decode"], prefill=keys["other"])
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A registry need not be trusted: what it says of an address is no proof that a process has ended."""
+"""An untrusted registry: an address that it reports does not prove that a process has ended."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def relay(endpoint: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Hand bytes on to an endpoint and back, until it is closed; its port refuses everybody then."""
+    """Relay bytes to an endpoint and back until closed; after that its port refuses connections."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     writers: list[asyncio.StreamWriter] = []
 
@@ -86,5 +86,5 @@ async def test_a_relay_that_closes_does_not_prove_that_prefill_has_ended(monkeyp
             assert not any(probes)
             await until(lambda: receiver.memory is kvflow.Memory.QUARANTINED)
             deployment.faults[0].release()
-            await until(lambda: receiver.memory is kvflow.Memory.SAFE)  # its notice came behind the last byte
+            await until(lambda: receiver.memory is kvflow.Memory.SAFE)  # its notice came after the last byte
             tasks.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Attacks whose outcome could depend on the transport, on NIXL with transfers under way that stay right."""
+"""Attacks whose outcome could depend on the transport, over NIXL, with correct transfers in the background."""
 
 import struct
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SLACK = 8
-"""Descriptors that connections of the attacker and other parts of the process may take meanwhile."""
+"""File descriptors that the attacker's connections and other parts of the process may use meanwhile."""
 
 SIDE_PAGES = 64
 
@@ -43,17 +43,17 @@ def num_files() -> int:
 
 
 def other(rank: int) -> PeerId:
-    """A rank of the insider's instance."""
+    """Return a rank of the insider's instance."""
     return PeerId(RankId("other", rank), 99)
 
 
 def layout_at(address: int) -> KVLayout:
-    """A layout like those of the others, in the memory of another process."""
+    """Return a layout like those of the honest ranks, at an address of another process."""
     return Pool(make_pool().shape, 0, base=address, fingerprint="test-model").layout
 
 
 def hello_of(deployment: Guarded, of: ForeignAgent, rank: int = 0, **changes: Any) -> Hello:
-    """The hello of an insider that wants everything written to an agent."""
+    """Return the Hello of an insider that wants everything written to an agent."""
     layout = changes.pop("layout", layout_at(of.address))
     route = compile_routes({0: deployment.prefill[0].layout}, layout, decode_rank=0)[0]
     fields = {"backend": "nixl", "backend_metadata": of.metadata, "layout": layout, "route": route}
@@ -62,7 +62,7 @@ def hello_of(deployment: Guarded, of: ForeignAgent, rank: int = 0, **changes: An
 
 @asynccontextmanager
 async def attacked(count: int, **options: Any) -> AsyncIterator[tuple[Guarded, UnderWay, list[ForeignAgent]]]:
-    """A deployment on NIXL with transfers under way, and agents of an insider."""
+    """Open a deployment over NIXL with transfers in the background, and agents of an insider."""
     names = [agent_name(other(rank)) for rank in range(count)]
     async with (
         guarded("other", backend="nixl", **options) as deployment,
@@ -75,7 +75,7 @@ async def attacked(count: int, **options: Any) -> AsyncIterator[tuple[Guarded, U
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Blobs that reach the library's parser."""
+    """Blobs that have reached the library's parser."""
     blobs: list[bytes] = []
     check = nixl_agent._check_name
 
@@ -88,7 +88,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 async def refusal(attacker: Attacker, hello: Hello) -> str:
-    """Return why a hello is refused."""
+    """Send a Hello, and return why it is refused."""
     attacker.heard.clear()
     attacker.say(hello)
     refused = await attacker.answer(Refuse, 5.0)
@@ -97,7 +97,7 @@ async def refusal(attacker: Attacker, hello: Hello) -> str:
 
 
 async def come_and_go(deployment: Guarded, agent: ForeignAgent, rank: int) -> str:
-    """Connect an agent of an insider, and disconnect it; say why not if it is refused."""
+    """Connect and disconnect an agent of an insider; return the detail if it is refused."""
     before = deployment.prefill[0].statistics().peers
     with closing(insider(deployment)) as attacker:
         attacker.say(hello_of(deployment, agent, rank))
@@ -160,7 +160,7 @@ async def test_an_insider_gets_nothing_with_metadata_or_agents_of_others(added: 
 
 
 async def test_metadata_of_somebody_without_a_key_never_reaches_the_parser(added: list[bytes]) -> None:
-    """With one byte changed, and a checksum that fits, it may crash the library."""
+    """With one changed byte and a matching checksum, the metadata may crash the library."""
     async with attacked(1) as (deployment, honest, agents):
         known, prefill = list(added), deployment.prefill[0]
         unlisted = ClientKeys(new_trust(), (deployment.keys["prefill"].public,))
@@ -176,7 +176,7 @@ async def test_metadata_of_somebody_without_a_key_never_reaches_the_parser(added
 
 
 def mutated(agent: ForeignAgent, place: int) -> bytes:
-    """Metadata in which the library's blob has one other byte, with a checksum that fits."""
+    """Return metadata with one changed byte in the library's blob, and a matching checksum."""
     blob = bytearray(agent.blob)
     blob[place] ^= 0x41
     return agent.with_blob(bytes(blob))
@@ -195,7 +195,7 @@ async def test_metadata_that_is_damaged_never_reaches_the_parser(added: list[byt
 
 
 def claiming(agent: ForeignAgent, *ranges: MemoryRange, **changes: Any) -> bytes:
-    """Metadata that says that other memory is registered than the library's blob has."""
+    """Return metadata that claims other registered memory than the library's blob."""
     memory = RegisteredMemory(ranges, "DRAM", 0)
     return PeerMetadata(FORMAT, agent.blob, structs.replace(memory, **changes)).pack()
 

@@ -1,4 +1,4 @@
-"""Who says that it has a transport agent of the rank that writes would have it write into its own pools."""
+"""Peers that claim a transport agent of the prefill rank's own process, which would write into its own pools."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 @asynccontextmanager
 async def both_roles() -> AsyncIterator[tuple[kvflow.PrefillRank, kvflow.DecodeRank, Attacker]]:
-    """A process whose prefill and decode rank share an agent, which the decode rank has opened; and an insider."""
+    """Open a prefill and a decode rank that share an agent, which the decode rank has opened, and an insider."""
     registry, keys = trusts("prefill", "decode", "other")
     shared, pool = kvflow.SharedBackend("memory"), make_pool()
     async with kvflow.Registry(trust=registry) as served:
@@ -37,7 +37,7 @@ async def both_roles() -> AsyncIterator[tuple[kvflow.PrefillRank, kvflow.DecodeR
 
 
 def hello_of(prefill: kvflow.PrefillRank, agent: str, **changes: Any) -> Hello:
-    """A hello with the metadata that the agent of a process really has."""
+    """Return a Hello with the real metadata of an agent."""
     layout = prefill.layout
     metadata = PeerMetadata("memory", agent.encode(), RegisteredMemory.of(layout)).pack()
     route = compile_routes({0: layout}, layout, decode_rank=0)[0]

@@ -1,4 +1,4 @@
-"""Keys that change while transfers are under way, without a restart."""
+"""Key changes during transfers, without a restart."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -30,7 +30,7 @@ def everybody(deployment: Guarded) -> dict[str, Callable[[Trust], None]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_all_keys_are_rotated_under_transfers(backend: str) -> None:
-    """First everybody lists the new keys, too; then each takes its own; then the old ones are struck off."""
+    """First all sides also trust the new keys; then each switches to its own; then the old ones are removed."""
     async with guarded(backend=backend) as deployment:
         numbers = iter(range(1, 10_000))
         done: list[None] = []
@@ -90,7 +90,7 @@ async def test_a_key_that_is_struck_off_is_disconnected_and_its_transfers_fail(b
 
 
 async def test_a_key_that_is_moved_to_another_instance_is_disconnected_although_its_own_has_a_second_one() -> None:
-    """As at the end of a rotation, when the old key is given to somebody else."""
+    """This is the end of a rotation in which another instance gets the old key."""
     async with guarded() as deployment:
         prefill, own, second = deployment.prefill[0], deployment.keys["decode"].public, new_trust().public
         listed = (*deployment.keys["prefill"].peers, TrustedKey(second, "decode"))
@@ -116,7 +116,7 @@ async def test_a_key_that_is_moved_to_another_instance_is_disconnected_although_
 
 
 async def eventually_works(deployment: Deployment) -> None:
-    """Transfer a room as soon as the other side is not paused any more."""
+    """Retry transfers until one succeeds, once the other side is no longer paused."""
     with anyio.fail_after(20):
         for room in range(100, 200):
             request = deployment.request(room, 4)

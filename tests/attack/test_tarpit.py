@@ -1,4 +1,4 @@
-"""Transports may wait long for a peer that does not answer. An insider with many of them keeps nobody else waiting."""
+"""Unresponsive peers: an insider with many of them delays no other peer, although transports may wait long for each."""
 
 from contextlib import ExitStack, closing
 

@@ -1,4 +1,4 @@
-"""`kvflow bench`: what it gives, and that it looks at the bytes."""
+"""`kvflow bench`: its output, and its check of the bytes."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from kvflow.cli.bench.rows import Measured, Row, Tail, compare, grouped, percent
 from kvflow.cli.main import main
 from tests.support.slow import slow_except
 
-pytestmark = pytest.mark.timeout(120)  # loops that spin are slow where all cores are busy
+pytestmark = pytest.mark.timeout(120)  # busy-waiting loops are slow when all cores are busy
 
 SMALL = ["--rounds", "2", "--pool-megabytes", "1"]
 

@@ -50,7 +50,7 @@ async def _register_and_find(endpoint: str) -> None:
         log = get_logger()
         client = RegistryClient(endpoint, log, reading_context(log), lambda *told: found.append(told[1]))
         try:
-            while not found or not found[-1]:  # the rank's own registration may be on its way
+            while not found or not found[-1]:  # the rank's own registration may be in flight
                 count = len(found)
                 client.look_up("prefill")
                 await until(lambda count=count: len(found) > count)  # type: ignore[misc]
@@ -123,7 +123,7 @@ def test_interrupted_command_says_so(command: str) -> None:
 
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_command_that_is_still_loading_can_be_interrupted(command: str) -> None:
-    """It has loaded numpy, of which much is left to load."""
+    """The interrupt comes once numpy's library is loaded, when many modules are still to be imported."""
     check_interrupted(command, lambda pid: "numpy" in Path(f"/proc/{pid}/maps").read_text())
 
 

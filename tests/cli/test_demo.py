@@ -1,4 +1,4 @@
-"""The demo, as a newcomer runs it: real processes, a real transport, a real model."""
+"""The demo as a new user runs it: real processes, a real transport, a real model."""
 
 import json
 import subprocess
@@ -141,7 +141,7 @@ def test_log_for_machines_is_one_object_a_line() -> None:
 def test_wrong_bytes_show_in_the_tokens(
     layer: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The control: were a layer not transferred, the verdict would be another one."""
+    """A control: without the transfer of a layer, the verdict differs."""
 
     def rebuild_without_a_layer(model: LanguageModel, pools: list[RankPool], num_tokens: int) -> DynamicCache:
         cache = rebuild_cache(model, pools, num_tokens)

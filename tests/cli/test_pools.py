@@ -1,4 +1,4 @@
-"""Pools in which every cell can be recognised."""
+"""Pools with a distinct value in every cell."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Children as whoever starts them sees them."""
+"""Child processes as seen by their parent."""
 
 import signal
 import sys
@@ -40,7 +40,7 @@ async def open_child(*, answer_s: float = 30.0) -> AsyncIterator[ChildProcess]:
 
 
 async def talk(*orders: Report, expecting: tuple[str, int] = ("ready", 0), answer_s: float = 30.0) -> None:
-    """Give a child some orders, wait for one of its reports, and let it leave."""
+    """Send some orders to a child, wait for one of its reports, and let it exit."""
     async with open_child(answer_s=answer_s) as child:
         for order in orders:
             await child.tell(**order)

@@ -1,4 +1,4 @@
-"""The proxy between servers that note what they are asked."""
+"""The proxy in front of fake servers that record their requests."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,18 +19,18 @@ TICKET = {"do_remote_prefill": True, "remote_engine_id": "p", "number": 2**64}
 
 
 class FakeServer:
-    """Answers as vLLM does, and notes what it is asked.
+    """A server that answers as vLLM does, and records its requests.
 
     Attributes:
-        url: Where it is.
+        url: Its URL.
         asked: Path, body and id of each request.
-        params: What it answers in `kv_transfer_params`.
-        status: What it answers with.
-        left: Set when a client leaves in the middle.
+        params: `kv_transfer_params` of its answers.
+        status: HTTP status of its answers.
+        left: Set when a client disconnects in the middle.
         is_slow: It generates without end.
         breaks: It closes the connection after its first token.
         awaited: It answers once this is set.
-        was_asked: Set when it is asked.
+        was_asked: Set when a request arrives.
     """
 
     def __init__(self, params: dict[str, Any] | None = None) -> None:
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_stops_decode() -> None:
 
 @asynccontextmanager
 async def concurrent(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer, Callable[[], Awaitable[int]]]]:
-    """Deploy a concurrent proxy that knows where prefill's rank is; the ports are those of prefill's next answers."""
+    """Deploy a concurrent proxy that has the address of prefill's rank; `ports` are those in prefill's next answers."""
     prefill, decode = FakeServer(TICKET | {"remote_host": "10.0.0.1", "remote_port": ports[0]}), FakeServer()
     async with deployed(prefill, decode, is_concurrent=True) as (client, url):
 

@@ -63,7 +63,7 @@ def server_of(script: str, place: Path) -> Server:
 
 
 async def until_ended(process: int) -> None:
-    """Wait until a process is gone, or waits for its parent to notice."""
+    """Wait until a process is gone, or is a zombie."""
     place = anyio.Path(f"/proc/{process}/stat")
     with anyio.fail_after(20), suppress(FileNotFoundError, ProcessLookupError):
         while True:
@@ -82,7 +82,7 @@ async def test_a_server_is_killed_with_all_its_processes_and_can_be_started_agai
         server.kill()
         assert server.has_ended()
         await until_ended(int(server.log.read_text().split()[-1]))
-    server.stop()  # there is nothing left to do
+    server.stop()  # without effect
 
 
 async def test_a_server_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ async def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: P
 
 
 async def test_no_process_of_a_server_outlives_the_process_that_started_it(tmp_path: Path) -> None:
-    """The workers of vLLM go on when its server is killed."""
+    """The workers of vLLM keep running when its server is killed."""
     log, port = tmp_path / "log", unused_port()
     script = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""What a registry's table says, in short."""
+"""Short forms of a registry table's answers, for comparisons."""
 
 from kvflow.directory.table import Answer
 from kvflow.wire.messages import Registered, RegistrationConflict, SealedRecord, SealedRecords
@@ -6,11 +6,11 @@ from kvflow.wire.messages import Registered, RegistrationConflict, SealedRecord,
 __all__ = ["Brief", "brief", "incarnations"]
 
 Brief = tuple[object, ...]
-"""To whom, what kind of message, and what is in it."""
+"""Connection, kind of message, and its content."""
 
 
 def brief(answers: list[Answer]) -> list[Brief]:
-    """What is said if everybody can be reached."""
+    """Return all answers in short form, as if every peer can be reached."""
     return [(one.connection, *_brief(one)) for answer in answers for one in _chain(answer)]
 
 

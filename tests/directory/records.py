@@ -1,4 +1,4 @@
-"""Records of ranks that do not exist."""
+"""Records of fictitious ranks."""
 
 from kvflow.directory.service import seal
 from kvflow.wire.messages import PeerId, RankId, RankRecord, SealedRecord
@@ -18,5 +18,5 @@ def record(instance: str = "prefill", engine_rank: int = 0, num_ranks: int = 1, 
 def sealed(
     instance: str = "prefill", engine_rank: int = 0, num_ranks: int = 1, *, incarnation: int = 1
 ) -> SealedRecord:
-    """The same as a registry keeps it."""
+    """Return a record in the sealed form that a registry keeps."""
     return seal(record(instance, engine_rank, num_ranks, incarnation=incarnation))

@@ -23,18 +23,18 @@ from tests.wire.ends import Client, Server
 pytestmark = pytest.mark.anyio
 
 APART = "tcp://127.7.7.7:0"
-"""An address of this host that no other connection comes from, so that a port stays free between two registries."""
+"""A loopback address that no other connection uses: a port stays free between two registries."""
 
 
 def unused() -> str:
-    """An address where nobody listens; a registry that was closed listens a little longer, and swallows messages."""
+    """Return an endpoint without a listener; a closed registry listens a little longer, and swallows messages."""
     with socket.socket() as bound:
         bound.bind(("127.7.7.7", 0))
         return f"tcp://127.7.7.7:{bound.getsockname()[1]}"
 
 
 class Seeker:
-    """A client that keeps what it is told."""
+    """A client that keeps the answers that it receives."""
 
     def __init__(self, endpoint: str, **values: object) -> None:
         self.found: list[tuple[str | None, tuple[RankRecord, ...]]] = []
@@ -49,7 +49,7 @@ class Seeker:
         return self.found.pop(0)
 
     async def look_up(self, instance: str = "prefill") -> tuple[RankRecord, ...]:
-        """Ask until the registry knows every rank."""
+        """Repeat the lookup until the registry has every rank; return their records."""
         while True:
             self.client.look_up(instance)
             _, records = await self.next()
@@ -59,7 +59,7 @@ class Seeker:
 
 @contextmanager
 def client_of(endpoint: str, *published: RankRecord, **values: object) -> Iterator[Seeker]:
-    """A client, beside others that keep some ranks registered; the client publishes the first of them itself."""
+    """Open a client for each published rank, and yield the first one."""
     seekers = [Seeker(endpoint, **values) for _ in published or [None]]
     for seeker, mine in zip(seekers, published, strict=False):
         seeker.client.publish(mine)
@@ -72,7 +72,7 @@ def client_of(endpoint: str, *published: RankRecord, **values: object) -> Iterat
 
 @asynccontextmanager
 async def open_again(endpoint: str) -> AsyncIterator[Registry]:
-    """A registry where one was; its socket is given back in the background."""
+    """Open a registry at the endpoint of a closed one, whose socket is released in the background."""
     async with AsyncExitStack() as stack:
         opened: Registry | None = None
         while opened is None:
@@ -92,7 +92,7 @@ async def register(client: Client, mine: RankRecord) -> Message:
 
 
 async def name_of(registry: Registry, client: Client) -> bytes:
-    """Return the name that the registry knows a connection by; nobody answers its question."""
+    """Return the registry's name of a connection, with the help of a lookup that stays unanswered."""
     client.send(encode(Lookup(instance="unknown", timeout_s=60.0)))
     await until(lambda: registry._directory.table.num_waiting)
     (name,) = registry._directory.table._instances["unknown"].waiting
@@ -100,7 +100,7 @@ async def name_of(registry: Registry, client: Client) -> bytes:
 
 
 def kill(registry: Registry, client: Client, name: bytes) -> None:
-    """Close a connection. When this returns the registry's socket knows of it, and nothing more was read from it."""
+    """Close a connection; return when the registry's socket has noticed, without reading anything from it."""
     client.close()
     assert registry._listener is not None
     while True:
@@ -114,7 +114,7 @@ def kill(registry: Registry, client: Client, name: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short waits and leases, so that what is repeated is repeated soon."""
+    """Shorten waits and leases, which makes retries and renewals frequent."""
     monkeypatch.setattr(client, "LOOKUP_S", 0.05)
     monkeypatch.setattr(client, "LEASE_S", 1.0)
 
@@ -160,7 +160,7 @@ async def test_lookup_before_there_is_a_registry() -> None:
 
 
 async def test_ranks_are_back_at_once_in_a_registry_that_was_restarted() -> None:
-    """Long before their next renewal, which is three seconds away."""
+    """They return long before their next renewal, which is three seconds away."""
     records = [record(engine_rank=rank, num_ranks=2) for rank in range(2)]
     async with AsyncExitStack() as stack:
         async with Registry(APART) as first:
@@ -268,7 +268,7 @@ async def test_what_a_killed_process_had_sent_does_not_count_when_its_successor_
 
 
 async def test_rank_is_not_told_of_a_conflict_with_a_process_that_is_gone() -> None:
-    """A second process had its name for a while, and was killed before the first one registered again."""
+    """A second process had its name for some time, and was killed before the first one registered again."""
     first, second = record(incarnation=1), record(incarnation=2)
     async with Registry() as registry:
         with printed() as lines, closing(Client(registry.endpoint)) as stays:
@@ -325,7 +325,7 @@ async def test_garbage_does_not_stop_the_registry(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:12]))
 async def test_garbage_does_not_stop_the_client(data: bytes) -> None:
-    """A registry that speaks garbage first and sense afterwards."""
+    """The registry sends garbage first, and valid messages afterwards."""
     with closing(Server()) as server, client_of(server.endpoint) as seeker:
         seeker.client.look_up("prefill")
         name, _ = await server.receive()
@@ -336,7 +336,7 @@ async def test_garbage_does_not_stop_the_client(data: bytes) -> None:
 
 
 async def test_records_that_are_too_long_for_an_answer_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not sent: the connection of who asks would break at them, again and again."""
+    """The registry must not send them: they would break the client's connection each time."""
     monkeypatch.setattr(service, "MAX_REQUEST_BYTES", 100)
     async with Registry() as registry:
         with client_of(registry.endpoint, record()), closing(Client(registry.endpoint)) as asker:
@@ -377,7 +377,7 @@ async def test_open_registry_cannot_be_opened_again_and_a_closed_one_can() -> No
     "bind", ["ipc:///tmp/kvflow-test-registry", "inproc://kvflow-test-registry", "tcp://*:0", "tcp://0.0.0.0:0"]
 )
 def test_only_an_address_that_others_can_use_is_served(bind: str) -> None:
-    """The endpoint that is given to others would be another address."""
+    """The advertised endpoint would be another address."""
     with pytest.raises(ConfigError):
         Registry(bind)
 

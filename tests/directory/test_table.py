@@ -1,4 +1,4 @@
-"""The registry's rules, with time as a plain number."""
+"""Rules of the registry, with time as a plain number."""
 
 import sys
 import tracemalloc
@@ -16,7 +16,7 @@ LEASE_S: Final = 9.0
 
 
 def register(table: RegistryTable, new: SealedRecord, now: float = 0.0, connection: bytes = b"r") -> list[Brief]:
-    """Register a rank that can be answered."""
+    """Register a rank with a working connection; return all answers."""
     return brief([table.answer_to(new, connection), *table.register(new, LEASE_S, connection, now)])
 
 
@@ -25,7 +25,7 @@ def ask(table: RegistryTable, now: float, instance: str = "prefill", connection:
 
 
 def holder(table: RegistryTable, now: float) -> int:
-    """Return the incarnation that decode ranks are sent to."""
+    """Return the incarnation that decode ranks find."""
     (answer,) = table.lookup("prefill", 1.0, b"a", now)
     assert isinstance(answer.message, SealedRecords)
     (held,) = answer.message.records
@@ -66,7 +66,7 @@ def test_lookup_is_answered_with_what_there_is_when_its_time_is_up() -> None:
 
 
 def test_repeated_lookup_counts_once_and_waits_no_longer() -> None:
-    """A decode rank asks again and again: each question would put its answer off."""
+    """A decode rank repeats its lookup; a repetition must not postpone the answer."""
     table = RegistryTable()
     assert ask(table, 0.0) == ask(table, 0.5) == []
     assert brief(table.expire(1.0)) == [(b"a", "records", "prefill", [])]
@@ -134,7 +134,7 @@ def test_unregister_of_nobody_is_ignored() -> None:
 
 
 def conflict() -> RegistryTable:
-    """Incarnation 2 has registered after 1, and then 1 twice more: both are alive."""
+    """Return a table in which incarnation 2 registered after 1, and then 1 twice more: both are alive."""
     table = RegistryTable()
     register(table, sealed(incarnation=1), 0.0, b"one")
     register(table, sealed(incarnation=2), 1.0, b"two")
@@ -215,7 +215,7 @@ def test_incarnation_that_was_replaced_is_forgotten_with_its_lease() -> None:
 
 
 def test_one_late_registration_of_a_killed_process_is_no_conflict() -> None:
-    """It was on its way when its successor registered, and its connection seemed to be there."""
+    """It was in flight when the successor registered, and its connection still seemed to exist."""
     table = RegistryTable()
     register(table, sealed(incarnation=1), 0.0)
     register(table, sealed(incarnation=2), 1.0)
@@ -228,7 +228,7 @@ def test_one_late_registration_of_a_killed_process_is_no_conflict() -> None:
 
 
 def test_who_cannot_be_answered_changes_nothing() -> None:
-    """The same table with and without what nobody could be told."""
+    """The table is the same with and without registrations that cannot be answered."""
     for is_refused in (False, True):
         told, untold = (conflict() if is_refused else RegistryTable() for _ in range(2))
         for incarnation in (1, 2, 3):

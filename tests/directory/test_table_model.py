@@ -1,4 +1,4 @@
-"""The registry's table against the same rules written without any index."""
+"""The registry's table, compared to a model of the same rules without any index."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.directory.answers import Brief, brief, incarnations
 from tests.directory.records import sealed
 
 Wait = tuple[str, bytes, float]
-"""Which instance, who asked, and until when."""
+"""Instance, connection that asked, and deadline."""
 
 
 def is_due(wait: Wait, when: float) -> bool:
@@ -23,14 +23,14 @@ def is_due(wait: Wait, when: float) -> bool:
 
 @dataclass
 class Claim:
-    """An incarnation that registers a rank; of those of one rank, one holds it and another may stand beside it."""
+    """An incarnation that registers a rank; one incarnation holds the rank, and another may contend for it."""
 
     record: SealedRecord
     connection: bytes
     until: float
     part: str = "holder"
     times_again: int = 0
-    """How often it has registered since it was replaced."""
+    """Number of its registrations since it was replaced."""
 
     @property
     def peer(self) -> PeerId:
@@ -39,7 +39,7 @@ class Claim:
 
 @dataclass
 class Model:
-    """The same rules without any index: two lists that are searched from end to end."""
+    """The rules without any index: two lists with linear search."""
 
     claims: list[Claim] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Model:
         return answers
 
     def place(self, claim: Claim) -> None:
-        """Give a claim its part, and the others of its rank theirs."""
+        """Assign parts to a claim and to the others of its rank."""
         rank = claim.peer.rank
         holder, refused, replaced = (self.part(rank, part) for part in ("holder", "refused", "replaced"))
         if claim.part in ("holder", "refused"):
@@ -99,7 +99,7 @@ class Model:
             claim.part, holder.part, holder.times_again = "holder", "replaced", 0
 
     def forget(self, peer: PeerId) -> None:
-        """Whoever was refused takes the place of a holder that leaves; whoever was replaced had left before."""
+        """Remove a claim. A refused one succeeds a holder that leaves; a replaced one counts as gone."""
         gone = [claim for claim in self.claims if claim.peer == peer]
         self.claims = [claim for claim in self.claims if claim.peer != peer]
         if gone and gone[0].part == "holder":
@@ -110,7 +110,7 @@ class Model:
                 self.claims.remove(replaced)
 
     def lookup(self, instance: str, connection: bytes, until: float) -> list[Brief]:
-        """Whoever asks again keeps the place in line, and waits no longer."""
+        """Answer a lookup, or queue it; a repeated one keeps its place and its deadline."""
         if (instance, connection) not in [wait[:2] for wait in self.waits]:
             self.waits.append((instance, connection, until))
         return self.answer(lambda wait: wait[:2] == (instance, connection)) if self.is_whole(instance) else []
@@ -136,7 +136,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the table; the fields that a kind of call has no use for are ignored."""
+    """One call of the table; each kind ignores the fields that it does not need."""
 
     kind: str
     instance: str
@@ -158,14 +158,14 @@ steps = st.builds(
 
 
 def apply(table: RegistryTable, model: Model, step: Step, now: float, until: float) -> tuple[list[Brief], list[Brief]]:
-    """Do one step on both; gives both answers."""
+    """Apply a step to both, and return both answers."""
     num_ranks = {"x": 1, "y": 3}[step.instance]
     new = sealed(step.instance, step.engine_rank % num_ranks, num_ranks, incarnation=step.incarnation)
     match step.kind:
         case "register":
             answers = [table.answer_to(new, step.connection), *table.register(new, until - now, step.connection, now)]
             return brief(answers), model.register(new, step.connection, until)
-        case "gone":  # whoever registers cannot be answered
+        case "gone":  # the registering peer cannot be reached
             answer = table.answer_to(new, step.connection)
             return brief([answer])[:1], copy.deepcopy(model).register(new, step.connection, until)[:1]
         case "unregister":
@@ -182,7 +182,7 @@ def apply(table: RegistryTable, model: Model, step: Step, now: float, until: flo
 @settings(max_examples=300, deadline=None)
 @given(st.lists(steps, max_size=40))
 def test_table_follows_the_rules(history: list[Step]) -> None:
-    """Deadlines are all different, so that their order is certain."""
+    """All deadlines are different, which makes their order unique."""
     table, model, now = RegistryTable(), Model(), 0
     for number, step in enumerate(history):
         now += 1_000 * (step.seconds if step.kind == "expire" else 0)

@@ -1,1 +1,1 @@
-"""Tests over two hosts: network namespaces with a router between them, so that transports take real TCP."""
+"""Tests on two hosts: network namespaces with a router between them, so that transports use real TCP."""

@@ -1,4 +1,4 @@
-"""How tests of two hosts are set up."""
+"""Fixtures for tests on two hosts."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ why_not = cache(unavailable)
 
 @pytest.fixture(scope="session")
 def two_hosts() -> None:
-    """Skip where there cannot be two hosts."""
+    """Skip the test if this machine cannot create two hosts."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -27,7 +27,7 @@ def two_hosts() -> None:
 
 @pytest.fixture
 def deploy(two_hosts: None, tmp_path: Path) -> Iterator[Deploy]:
-    """Start deployments that end with the test. Each is printed, and none may have broken a promise about pages."""
+    """Start deployments that end with the test. Print each, and check that it kept every promise about pages."""
     deployments: list[Deployment] = []
     with ExitStack() as stack:
 

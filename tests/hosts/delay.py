@@ -1,7 +1,7 @@
-"""Hold back packets: `python -m tests.hosts.delay DEVICE SECONDS` makes a TUN device whose packets come back later.
+"""Delay packets: `python -m tests.hosts.delay DEVICE SECONDS` creates a TUN device that returns packets after a delay.
 
-The router sends one direction through the device. The kernel's own `netem` does the same, but is not in every kernel.
-Runs until its standard input is closed.
+The router sends one direction through the device. The `netem` qdisc does the same, but not every kernel has it. Runs
+until its standard input is closed.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ def main(device: str, delay_s: float) -> None:
 
 
 def take(tun: int, delay_s: float, held: deque[tuple[float, bytes]]) -> None:
-    """Take all packets that are there."""
+    """Read all packets that are available."""
     while True:
         try:
             packet = os.read(tun, MAX_PACKET)

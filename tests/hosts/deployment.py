@@ -1,7 +1,7 @@
-"""A registry, a prefill rank and a decode rank on two hosts, under steady load, and what became of each request.
+"""A registry, a prefill rank and a decode rank on two hosts under steady load, and the outcome of each request.
 
-The harness is the router: it gives each request to both workers, at a steady rate, whatever they answer, as clients do.
-It reaches them through pipes, so no fault of the network touches it.
+The harness plays the request router: like clients, it sends each request to both workers at a steady rate, whatever
+they answer. It talks to them through pipes, which network faults do not affect.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ REGISTRY_PORT: Final = 7100
 CONTROL_PORT: Final = 7200
 
 NO_END: Final = "no end"
-"""What became of a room that decode has not reported."""
+"""Outcome of a room that decode has not reported."""
 
 LOOK_S: Final = 0.05
 
@@ -37,13 +37,13 @@ START_S: Final = 60.0
 """How long a worker may take to start on a busy machine."""
 
 FIRST_REQUEST_S: Final = 30.0
-"""How long it may take until a request succeeds."""
+"""How long the first successful request may take."""
 
 AnyReport = TypeVar("AnyReport", bound=lines.Report)
 
 
 class WorkerFailed(Exception):
-    """A worker ended by itself, or does not say what is waited for; the message has the end of its log."""
+    """A worker exited, or did not send an expected report; the message has the end of its log."""
 
 
 class Process:
@@ -51,11 +51,11 @@ class Process:
 
     Args:
         host: Where it runs.
-        settings: What it is.
-        log: File that takes its log; appended to.
+        settings: Its role and options.
+        log: File to which its log is appended.
 
     Attributes:
-        reports: What it has said so far. Only ever grows.
+        reports: Its reports so far; only ever grows.
     """
 
     def __init__(self, host: Host, settings: Settings, log: Path) -> None:
@@ -71,11 +71,11 @@ class Process:
         self._reader.start()
 
     def order(self, command: lines.Command) -> None:
-        """Send a command; one that has ended does not hear it."""
+        """Send a command; without effect if the worker has exited."""
         self._write(msgspec.json.encode(command).decode())
 
     def begin(self) -> None:
-        """Let a process that `is_prepared` open its rank."""
+        """Make a worker with `is_prepared` open its rank."""
         self._write("begin")
 
     def _write(self, line: str) -> None:
@@ -86,16 +86,16 @@ class Process:
                 stream.flush()
 
     def of(self, kind: type[AnyReport]) -> list[AnyReport]:
-        """Reports of one kind so far."""
+        """Return the reports of one kind so far."""
         return [report for report in list(self.reports) if isinstance(report, kind)]
 
     def wait_for(
         self, kind: type[AnyReport], timeout_s: float = START_S, *, where: Callable[[AnyReport], bool] = lambda _: True
     ) -> AnyReport:
-        """Wait for a report that has been made, or will be.
+        """Wait until there is a matching report, and return the first.
 
         Raises:
-            WorkerFailed: It does not come.
+            WorkerFailed: There is none in time.
         """
 
         def found() -> AnyReport | None:
@@ -109,15 +109,15 @@ class Process:
         return report
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel's killer of processes does."""
+        """Kill the process with SIGKILL, as the kernel's OOM killer does."""
         self._process.kill()
         self._end()
 
     def close(self, timeout_s: float = 30.0) -> lines.Closed:
-        """Let it close its rank in the orderly way, and end.
+        """Make the worker close its rank in an orderly way, and exit.
 
         Raises:
-            WorkerFailed: It does not.
+            WorkerFailed: It does not do so in time.
         """
         self.order(lines.Close())
         try:
@@ -146,15 +146,15 @@ class Process:
 
 
 class Router:
-    """Gives requests to workers at a steady rate, in a thread of its own.
+    """A thread that sends requests to workers at a steady rate.
 
     Args:
         rate: Requests a second.
 
     Attributes:
-        workers: Who gets each request.
-        sent: When each room was given out.
-        rate: As above; it may be changed.
+        workers: Workers that receive each request.
+        sent: When each room was sent.
+        rate: As above; may be changed.
     """
 
     def __init__(self, rate: float) -> None:
@@ -165,11 +165,11 @@ class Router:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; no request comes after this."""
+        """Stop the thread; no request is sent after this."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -186,18 +186,18 @@ class Router:
 
 
 class Deployment:
-    """Everything together. Use it as a context manager; on entry the first request has succeeded.
+    """Network, workers and load. Use it as a context manager; on entry the first request has succeeded.
 
     Args:
         logs: Folder for the logs of the workers.
         backend: Transport of both ranks.
         rate: Requests a second.
         is_ipv6: The hosts have IPv6 addresses only.
-        by_name: Endpoints have names in them, not addresses.
+        by_name: Endpoints contain host names, not addresses.
         registry_on: Host of the registry, "a" or "b". Prefill is on A and decode on B.
         backend_options: Options of the transport on both sides, besides those that two hosts need.
-        needs_options: Give Mooncake the address of its host.
-        log_level: Of the workers' logs.
+        needs_options: Pass Mooncake the address of its host.
+        log_level: Level of the workers' logs.
 
     Attributes:
         net: The network and its faults.
@@ -255,14 +255,14 @@ class Deployment:
     # Workers --------------------------------------------------------------------------------------------------------
 
     def start_registry(self) -> Process:
-        """Start the registry where it belongs."""
+        """Start the registry on its host."""
         bind, advertise = self._listen(self._registry_on, REGISTRY_PORT)
         return self._start(
             self._registry_on, Settings(role="registry", bind=bind, advertise=advertise, log_level=self._log_level)
         )
 
     def prepare_prefill(self) -> Process:
-        """Start a process on host A that can take the place of prefill at once."""
+        """Start a process on host A that can replace prefill at once."""
         bind, advertise = self._listen("a", CONTROL_PORT)
         settings = Settings(
             role="prefill", bind=bind, advertise=advertise, is_prepared=True, **self._rank_settings("a")
@@ -272,7 +272,7 @@ class Deployment:
         return process
 
     def start_prefill(self, prepared: Process | None = None) -> Process:
-        """Start a prefill worker on host A, always on the same port; requests go to it from now on."""
+        """Start a prefill worker on host A, always on the same port, and send it requests from now on."""
         self.prefill = prepared or self.prepare_prefill()
         self.prefill.begin()
         self.prefill.wait_for(lines.Opened)
@@ -280,7 +280,7 @@ class Deployment:
         return self.prefill
 
     def start_decode(self) -> Process:
-        """Start a decode worker on host B; requests go to it from now on."""
+        """Start a decode worker on host B, and send it requests from now on."""
         self.decode = self._start("b", Settings(role="decode", num_lanes=256, **self._rank_settings("b")))
         self._route()
         return self.decode
@@ -320,37 +320,37 @@ class Deployment:
         for process in self._processes:
             process.kill()
 
-    # The course of events -------------------------------------------------------------------------------------------
+    # Time -----------------------------------------------------------------------------------------------------------
 
     def mark(self, what: str) -> float:
-        """Note in the table that something happens now; give the time."""
+        """Add a line to the table for something that happens now, and return the time."""
         at = time.monotonic()
         self.faults.append((at, what))
         return at
 
     def run(self, seconds: float) -> None:
-        """Let the load go on."""
+        """Keep up the load for some time."""
         threading.Event().wait(seconds)
 
     def run_until(self, at: float) -> None:
-        """Let the load go on until a time."""
+        """Keep up the load until a point in time."""
         self.run(max(0.0, at - time.monotonic()))
 
     def run_until_ended(self, since: float, until: float, within_s: float) -> None:
-        """Let the load go on until each request of a span of time has ended, or should have."""
+        """Keep up the load until `until`, and then until each request since `since` has ended or is overdue."""
         self.run_until(until)
         while time.monotonic() < until + within_s and NO_END in self.unserved(since, until, within_s).values():
             self.run(LOOK_S)
 
-    # What became of the requests ------------------------------------------------------------------------------------
+    # Outcomes -------------------------------------------------------------------------------------------------------
 
     def ended(self) -> dict[int, lines.Ended]:
-        """How each room ended for decode; rooms that have no end yet are missing."""
+        """Return how each room ended on decode, without rooms that have not ended."""
         processes = [process for process in self._processes if process.role == "decode"]
         return {ended.room: ended for process in processes for ended in process.of(lines.Ended)}
 
     def unserved(self, since: float, until: float, within_s: float) -> dict[int, str]:
-        """Rooms that were sent in a span of time and did not succeed soon; with what became of them instead."""
+        """Return the rooms sent from `since` to `until` that were not served within `within_s`, and their outcomes."""
         ended = self.ended()
         found = {}
         for room, sent_at in list(self.router.sent.items()):
@@ -366,12 +366,12 @@ class Deployment:
         return found
 
     def recovered_after(self, healed_at: float, until: float, within_s: float) -> float:
-        """Seconds from the heal to the last request in the span that was not served."""
+        """Return the seconds from the heal to the last unserved request that was sent before `until`."""
         unserved = self.unserved(healed_at, until, within_s)
         return max((self.router.sent[room] - healed_at for room in unserved), default=0.0)
 
     def wrong(self) -> list[str]:
-        """Everything that breaks the promise that pages are safe and successes true; empty if it was kept."""
+        """Return every wrong success and every write to safe pages; empty if kvflow kept its promises."""
         found = [
             f"room {room} has wrong pages" for room, end in self.ended().items() if end.reason == lines.WRONG_PAGES
         ]
@@ -383,7 +383,7 @@ class Deployment:
         return found
 
     def is_quiet(self, process: Process, since: float, timeout_s: float) -> bool:
-        """Wait for a time after `since` when all pages of ended rooms are safe; say whether it came."""
+        """Wait until, after `since`, all pages of ended rooms are safe; return False on timeout."""
         try:
             process.wait_for(lines.Second, timeout_s, where=lambda second: second.at > since and not second.held_pages)
         except WorkerFailed:
@@ -391,7 +391,7 @@ class Deployment:
         return True
 
     def table(self) -> str:
-        """One line for each second of the run: what succeeded, what failed and why, what is in quarantine."""
+        """Format the run, one line a second: successes, failures by reason, pages in quarantine."""
         text = io.StringIO()
         text.write(f"{self.backend}, {self.rate:g} requests/s\n")
         text.write("            prefill: pages            decode: pages\n")
@@ -413,7 +413,7 @@ class Deployment:
             yield second.at, f"{second.successes:5d}  {sides}  {failed}"
 
     def totals(self) -> str:
-        """How many rooms ended in which way."""
+        """Format the number of rooms by outcome."""
         return _counts(Counter(ended.reason for ended in self.ended().values()))
 
 

@@ -1,4 +1,4 @@
-"""What can happen to a deployment on two hosts. Each function returns when it is over, on a monotonic clock."""
+"""Faults of a deployment on two hosts. Each function returns the monotonic time at which the fault is over."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,15 +18,15 @@ __all__ = [
 ]
 
 WAY_BACK_S: Final = 0.05
-"""How much longer the way back stays open when the way out is cut: prefill still reads what has arrived, so that its
-kernel, when the process dies, closes the connection instead of resetting it, and goes on sending what it holds."""
+"""How long decode can still send after prefill is cut off. Prefill reads everything that has arrived; when it dies, its
+kernel then closes the connection instead of resetting it, and keeps retransmitting what it holds."""
 
 LAST_WORDS_S: Final = 0.4
-"""How long prefill lives after that: it posts what it has computed, and none of it is acknowledged."""
+"""How long prefill lives after that: it posts what it has computed, and decode acknowledges none of it."""
 
 
 def partition(deployment: Deployment, duration_s: float) -> float:
-    """Part the hosts."""
+    """Partition the hosts for some time."""
     started = deployment.mark("partition")
     deployment.net.cut()
     deployment.run_until(started + duration_s)
@@ -35,12 +35,12 @@ def partition(deployment: Deployment, duration_s: float) -> float:
 
 
 def half_open_control(deployment: Deployment, _: float = 0.0) -> float:
-    """Swallow the control connection for good; what is due is a new one."""
+    """Swallow the control connection for good; kvflow has to open a new one."""
     return _swallow(deployment, {CONTROL_PORT}, "control connection swallowed")
 
 
 def half_open_registry(deployment: Deployment, _: float = 0.0) -> float:
-    """Swallow the connection of the rank whose host does not have the registry."""
+    """Swallow the registry connection of the rank on the other host."""
     return _swallow(deployment, {REGISTRY_PORT}, "registry connection swallowed")
 
 
@@ -68,14 +68,14 @@ def kill_for_good(deployment: Deployment) -> float:
 
 
 def kill(deployment: Deployment, duration_s: float) -> float:
-    """Kill the prefill process; another one takes its place, on the same port, after a while."""
+    """Kill the prefill process, and start another one on the same port after some time."""
     prepared = deployment.prepare_prefill()
     deployment.run_until(kill_for_good(deployment) + duration_s)
     return _restart(deployment, prepared)
 
 
 def power_off(deployment: Deployment, duration_s: float) -> float:
-    """Take prefill's host away; it comes back with the same address and a new prefill process."""
+    """Power off prefill's host, and bring it back with the same address and a new prefill process."""
     off = deployment.mark("host of prefill off")
     deployment.net.cut()
     deployment.prefill.kill()
@@ -87,10 +87,10 @@ def power_off(deployment: Deployment, duration_s: float) -> float:
 
 
 def late_landing(deployment: Deployment, duration_s: float) -> float:
-    """Kill prefill while the network between the hosts is cut and its kernel holds bytes that it will send again.
+    """Kill prefill while the hosts are partitioned and its kernel holds bytes that it will retransmit.
 
-    They land at the first retransmission after the heal. TCP doubles the time between two, so the unacknowledged bytes
-    go out 0.2, 0.6, 1.4, 3, 6.2, 12.6, 25.4, ... seconds after the first time.
+    They land at the first retransmission after the heal. TCP doubles the interval each time, so the unacknowledged
+    bytes go out 0.2, 0.6, 1.4, 3, 6.2, 12.6, 25.4, ... seconds after the first transmission.
     """
     deployment.mark("way out of prefill cut")
     deployment.net.cut("a")
@@ -103,7 +103,7 @@ def late_landing(deployment: Deployment, duration_s: float) -> float:
 
 
 def restart(deployment: Deployment, duration_s: float) -> float:
-    """Drain and close prefill in the orderly way, and start another one on the same port."""
+    """Drain and close prefill in an orderly way, and start another one on the same port."""
     prepared = deployment.prepare_prefill()
     deployment.mark("drain")
     deployment.prefill.order(lines.Drain(timeout_s=duration_s))
@@ -123,7 +123,7 @@ def slow_network(deployment: Deployment, duration_s: float) -> float:
 
 
 def slow_answers(deployment: Deployment, duration_s: float) -> float:
-    """Hold back what comes from decode's host by 50 ms."""
+    """Delay packets from decode's host by 50 ms."""
     started = deployment.mark("50 ms more from decode to prefill")
     deployment.net.delay("b", 0.05)
     deployment.run_until(started + duration_s)
@@ -132,7 +132,7 @@ def slow_answers(deployment: Deployment, duration_s: float) -> float:
 
 
 def nothing(deployment: Deployment, duration_s: float) -> float:
-    """Let the load go on."""
+    """Keep up the load without a fault."""
     deployment.run(duration_s)
     return deployment.mark("nothing happened")
 

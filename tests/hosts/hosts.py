@@ -1,13 +1,13 @@
-"""Two hosts and a router between them, out of Linux namespaces, and the faults of such a network.
+"""Two hosts and a router between them, built from Linux namespaces, and faults of this network.
 
-Each host is a network namespace of its own. A process on a host also gets its own IPC, UTS, mount and PID namespace, so
-that no transport finds shared memory or a common machine, and all bytes go through the router::
+Each host is a network namespace. A process on a host also gets its own IPC, UTS, mount and PID namespace: no transport
+finds shared memory or a common machine, and all bytes go through the router::
 
     host A  10.77.1.2 --- 10.77.1.1  router  10.77.2.1 --- 10.77.2.2  host B
 
-Faults are made in the router, where a network would make them: packets disappear without an answer, and neither host
-sees its link go down. A namespace lives as long as a process that holds it, and the holder ends when its standard input
-is closed. So nothing is left behind, however the test process ends.
+The router injects the faults, as a network would: packets disappear without an answer, and neither host sees its link
+go down. A namespace lives as long as the process that holds it, and this process exits when its standard input is
+closed. Nothing is left behind, however the test process ends.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ __all__ = ["HOST_NAMES", "Connection", "Host", "HostsUnavailable", "TwoHosts", "
 TOOLS: Final = ("ip", "tc", "ss", "nsenter", "unshare", "mount")
 
 HOST_NAMES: Final = {"a": "kvflow-host-a", "b": "kvflow-host-b"}
-"""Names that both hosts resolve to each other's address."""
+"""Host name of each side. Both hosts resolve both names."""
 
 SYSTEM_PATH: Final = "/usr/sbin:/sbin"
 
@@ -36,21 +36,21 @@ DELAY_TABLE: Final = "100"
 DELAY_DEVICE: Final = "delay0"
 
 BEFORE_ALL: Final = "10"
-"""Preference of rules that drop packets: before those that delay or route them."""
+"""Preference of rules that drop packets; they precede the rules that delay or route packets."""
 BEFORE_ROUTING: Final = "20"
 
 BURST: Final = "256k"
 QUEUE: Final = "200ms"
-"""What the rate limit lets pass at once, and how long packets may wait in its queue before they are dropped."""
+"""The largest burst that passes the rate limit, and how long a packet may wait in its queue before it is dropped."""
 
 
 OWN_MAC: Final = "02:00:00:00:00:02"
 ROUTER_MAC: Final = "02:00:00:00:00:01"
-"""Of the two ends of each link."""
+"""MAC addresses of the two ends of each link."""
 
 
 class HostsUnavailable(Exception):
-    """This machine cannot make the namespaces; the message says why."""
+    """This machine cannot create the namespaces; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Connection:
 
 
 class Host:
-    """One host: a network namespace and what its processes need to know.
+    """One host: a network namespace, and the address and names that its processes see.
 
     Args:
         name: "a" or "b".
         address: Its only address besides the loopback.
-        hosts_file: What its processes see as /etc/hosts.
+        hosts_file: File that its processes see as /etc/hosts.
     """
 
     def __init__(self, name: str, address: str, hosts_file: Path) -> None:
@@ -83,11 +83,11 @@ class Host:
 
     @property
     def url_host(self) -> str:
-        """The address as it stands in an endpoint."""
+        """The address as written in an endpoint, with brackets around IPv6."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def spawn(self, command: Sequence[str], *, stderr: IO[str] | int | None = None) -> subprocess.Popen[str]:
-        """Start a process on this host; SIGKILL to what is returned kills it with everything that it has started."""
+        """Start a process on this host; SIGKILL to the returned process also kills everything that it has started."""
         isolate = ["unshare", "--ipc", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
         script = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
         prepare = ["sh", "-c", script, "sh", str(self._hosts_file), HOST_NAMES[self.name]]
@@ -102,7 +102,7 @@ class Host:
 
 
 class Namespace:
-    """A network namespace, kept by a process that waits for the end of its standard input."""
+    """A network namespace, held by a process that runs until its standard input is closed."""
 
     def __init__(self) -> None:
         self._holder = start(["unshare", "--net", "sh", "-c", "echo ready; exec cat"])
@@ -113,23 +113,23 @@ class Namespace:
 
     @property
     def pid(self) -> str:
-        """The process that holds it, by which tools find it."""
+        """PID of the process that holds the namespace, for tools that take a PID."""
         return str(self._holder.pid)
 
     def enter(self) -> list[str]:
-        """Return the command that runs another one in this namespace."""
+        """Return the prefix that runs a command in this namespace."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
     def run(self, *command: str) -> str:
-        """Run a command in this namespace and give its output.
+        """Run a command in this namespace and return its output.
 
         Raises:
-            HostsUnavailable: It failed.
+            HostsUnavailable: The command failed.
         """
         return run([*self.enter(), *command])
 
     def close(self) -> None:
-        """Let go of the namespace; it ends when nothing uses it any more."""
+        """Release the namespace; the kernel removes it when no process uses it any more."""
         self._holder.kill()
         self._holder.communicate()
 
@@ -141,11 +141,11 @@ class TwoHosts:
         is_ipv6: Give the hosts IPv6 addresses, and no IPv4 address besides 127.0.0.1.
 
     Attributes:
-        a: One host.
-        b: The other one.
+        a: Host A.
+        b: Host B.
 
     Raises:
-        HostsUnavailable: On entry: this machine cannot make it.
+        HostsUnavailable: On entry: this machine cannot create the network.
     """
 
     a: Host
@@ -184,33 +184,33 @@ class TwoHosts:
     # Faults ---------------------------------------------------------------------------------------------------------
 
     def cut(self, *sides: str) -> None:
-        """Drop everything that comes from these hosts; from both by default, which is a partition."""
+        """Drop everything that these hosts send; both by default, which is a partition."""
         for side in sides or HOST_NAMES:
             self._rule("add", "pref", BEFORE_ALL, "iif", f"to-{side}", "blackhole")
 
     def heal(self) -> None:
-        """Let everything pass again that `cut` and `swallow` have dropped."""
+        """Remove the effects of `cut` and `swallow`."""
         self._rule("flush_pref", BEFORE_ALL)
 
     def swallow(self, connection: Connection) -> None:
-        """Drop the packets of one TCP connection, both ways, as a middlebox does that has forgotten it."""
+        """Drop the packets of one TCP connection in both directions, as a middlebox that has lost its state does."""
         for source, target in itertools.permutations((connection.a_port, connection.b_port)):
             ports = ("sport", str(source), "dport", str(target))
             self._rule("add", "pref", BEFORE_ALL, "ipproto", "tcp", *ports, "blackhole")
 
     def limit(self, rate: str) -> None:
-        """Limit what each host receives, and so what the other one can send; `rate` as tc takes it: "200mbit"."""
+        """Limit the rate at which each host receives, and so the other one sends; `rate` in tc's syntax: "200mbit"."""
         for side in HOST_NAMES:
             bucket = ["tbf", "rate", rate, "burst", BURST, "latency", QUEUE]
             self._router.run("tc", "qdisc", "replace", "dev", f"to-{side}", "root", *bucket)
 
     def remove_limit(self) -> None:
-        """Take the limit away."""
+        """Remove the rate limit."""
         for side in HOST_NAMES:
             self._router.run("tc", "qdisc", "delete", "dev", f"to-{side}", "root")
 
     def delay(self, side: str, seconds: float) -> None:
-        """Hold back what comes from one host; the other direction stays quick. At most one delay at a time.
+        """Delay the packets from one host, but not those to it. At most one delay at a time.
 
         Raises:
             HostsUnavailable: The machine has no TUN devices.
@@ -226,7 +226,7 @@ class TwoHosts:
         self._rule("add", "pref", BEFORE_ROUTING, "iif", f"to-{side}", "lookup", DELAY_TABLE)
 
     def remove_delay(self) -> None:
-        """Let packets pass at once again; what is held back is lost."""
+        """Remove the delay; packets that are still held back are lost."""
         while self._delays:
             process = self._delays.pop()
             process.kill()
@@ -234,50 +234,50 @@ class TwoHosts:
             self._rule("flush_pref", BEFORE_ROUTING)
 
     def power_off(self, side: str) -> None:
-        """Take a host away with its link and all that its kernel would still send; its processes are killed before.
+        """Remove a host with its link and everything that its kernel would still send.
 
-        Processes of that host which still run keep running without a network, so the caller kills them first, while the
-        host is cut off: otherwise its kernel tells the other host that they are gone.
+        The caller kills the processes of the host first: otherwise they keep running, without a network. It cuts the
+        host off before that: otherwise the kernel closes their connections, and the other host notices.
         """
         self._router.run("ip", "link", "delete", f"to-{side}")
         self.host(side).namespace.close()
 
     def power_on(self, side: str) -> None:
-        """Bring a host up with the address that it had; nothing else of the former one is left."""
+        """Bring up a new host at the address of the former one, of which nothing else is left."""
         host = Host(side, self._address(side), self._hosts_file)
         router, outside = self._router_address(side), f"to-{side}"
         pair = ["address", OWN_MAC, "type", "veth", "peer", "name", outside]
         router_end = ["address", ROUTER_MAC, "netns", self._router.pid]
         host.namespace.run("ip", "link", "add", "eth0", *pair, *router_end)
-        # Usable at once: nobody else has the address, so IPv6 need not ask.
+        # Usable at once: no other host has the address, so IPv6 can skip duplicate address detection.
         no_question = ["nodad"] if self._is_ipv6 else []
         prefix = "64" if self._is_ipv6 else "24"
         host.namespace.run("ip", "address", "add", f"{host.address}/{prefix}", "dev", "eth0", *no_question)
         self._router.run("ip", "address", "add", f"{router}/{prefix}", "dev", outside, *no_question)
         host.namespace.run("ip", "link", "set", "eth0", "up")
         self._router.run("ip", "link", "set", outside, "up")
-        # Neighbours are known: asking for them can take seconds on a link that has just come up.
+        # Static neighbour entries: resolution can take seconds on a link that has just come up.
         host.namespace.run("ip", "neighbour", "add", router, "lladdr", ROUTER_MAC, "dev", "eth0")
         self._router.run("ip", "neighbour", "add", host.address, "lladdr", OWN_MAC, "dev", outside)
         host.namespace.run("ip", self._family, "route", "add", "default", "via", router)
         setattr(self, side, host)
 
-    # What there is to see -------------------------------------------------------------------------------------------
+    # Observation ----------------------------------------------------------------------------------------------------
 
     def connections(self, a_ports: Iterable[int] | None = None) -> list[Connection]:
-        """List the established TCP connections between the hosts as host B sees them, by port on host A if given."""
+        """List the established TCP connections between the hosts as seen by host B; `a_ports` filters by port of A."""
         lines = self.b.namespace.run("ss", "-Htn", "state", "established", "dst", self.a.url_host).splitlines()
         ends = [line.split()[-2:] for line in lines]
         found = [Connection(port_of(far), port_of(near)) for near, far in ends]
         return [connection for connection in found if a_ports is None or connection.a_port in set(a_ports)]
 
     def num_bytes_from(self, side: str) -> int:
-        """Bytes that the router has received from a host since its link came up."""
+        """Return the bytes that the router has received from a host since its link came up."""
         output = self._router.run("cat", f"/proc/{self._router.pid}/net/dev")
         line = next(line for line in output.splitlines() if line.strip().startswith(f"to-{side}:"))
         return int(line.partition(":")[2].split()[0])
 
-    # How it is built ------------------------------------------------------------------------------------------------
+    # Setup ----------------------------------------------------------------------------------------------------------
 
     @property
     def _family(self) -> str:
@@ -313,7 +313,7 @@ class TwoHosts:
 
 
 def unavailable() -> str | None:
-    """Return why two hosts cannot be made on this machine; None if they can."""
+    """Return why this machine cannot create two hosts; None if it can."""
     path = environment()["PATH"]
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     if missing:
@@ -330,10 +330,10 @@ def unavailable() -> str | None:
 
 
 def run(command: Sequence[str]) -> str:
-    """Run a command and give its output.
+    """Run a command and return its output.
 
     Raises:
-        HostsUnavailable: It failed.
+        HostsUnavailable: The command failed.
     """
     done = subprocess.run(command, capture_output=True, check=False, text=True, env=environment())
     if done.returncode:
@@ -342,7 +342,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a process that ends when its standard input does."""
+    """Start a process with pipes for its standard input, output and error."""
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -354,17 +354,17 @@ def start(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of this process, with the places where system tools are."""
+    """Return the environment of this process, with the system tools on the PATH."""
     return os.environ | {"PATH": f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"}
 
 
 def pipe(stream: IO[str] | None) -> IO[str]:
-    """Return a stream that was asked for when the process was started."""
+    """Return a pipe of a process, checked not to be None."""
     if stream is None:
         raise ValueError("the process was started without this stream")
     return stream
 
 
 def port_of(end: str) -> int:
-    """The port of one end of a connection as `ss` prints it."""
+    """Return the port of one end of a connection as `ss` prints it."""
     return int(end.rpartition(":")[2])

@@ -1,4 +1,4 @@
-"""What the harness and its workers say to each other: one JSON object a line. Times are CLOCK_MONOTONIC, in seconds."""
+"""Commands to workers and their reports, one JSON object a line. Times are CLOCK_MONOTONIC, in seconds."""
 
 import msgspec
 
@@ -24,27 +24,27 @@ __all__ = [
 
 SUCCESS = "success"
 WRONG_PAGES = "wrong_pages"
-"""Why a room ended, besides the reasons of kvflow's own failures: as wanted, or with other content than was sent."""
+"""Outcomes of a room besides kvflow's failure reasons: complete, or complete with other content than was sent."""
 
 
 class Room(msgspec.Struct, frozen=True, tag="room"):
-    """A request has come: send this room, or receive it."""
+    """Send or receive this room."""
 
     room: int
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Take nothing new and finish what has begun, for so long."""
+    """Drain the rank: refuse new rooms, and finish the open ones."""
 
     timeout_s: float
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
-    """Give up what is open, close the rank in the orderly way and end."""
+    """Cancel open rooms, close the rank in an orderly way and exit."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """A process that is to open its rank later has loaded what it needs."""
+    """A process with `is_prepared` has loaded everything that it needs."""
 
     at: float
 
@@ -56,11 +56,11 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """A room has its outcome.
+    """A room has ended.
 
     Attributes:
-        at: When the engine learned of it.
-        room: Which one.
+        at: When the engine noticed.
+        room: The room.
         reason: `SUCCESS`, `WRONG_PAGES`, a failure reason or the name of an error.
     """
 
@@ -70,14 +70,14 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Second(msgspec.Struct, frozen=True, tag="second"):
-    """What has happened since the line before.
+    """Counts since the previous line, one second before.
 
     Attributes:
-        at: Now.
-        successes: Rooms that ended well; in one second, so this is the rate.
-        failures: Other rooms that ended, by reason.
-        held_pages: Pages now of rooms that have ended and are not safe, in quarantine or not yet.
-        quarantined_pages: Those in quarantine, by what the rank says.
+        at: Time of the report.
+        successes: Rooms that succeeded, which is the rate per second.
+        failures: Rooms that failed, by reason.
+        held_pages: Pages of ended rooms that are not safe now, whether in quarantine or not.
+        quarantined_pages: Pages that the rank reports in quarantine now.
         waiting: Rooms that wait for free pages now.
     """
 
@@ -90,13 +90,13 @@ class Second(msgspec.Struct, frozen=True, tag="second"):
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Bytes have arrived in the pages of a transfer that had failed.
+    """Bytes have arrived in the pages of a failed transfer.
 
     Attributes:
-        at: When that was seen.
-        room: Whose pages.
+        at: When the worker noticed.
+        room: Room of the transfer.
         failed_at: When the transfer failed.
-        memory: What kvflow said of the pages before they changed; "safe" would be a broken promise.
+        memory: State that kvflow reported before the pages changed; "safe" would be a broken promise.
     """
 
     at: float
@@ -106,11 +106,11 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
 
 class Trespassed(msgspec.Struct, frozen=True, tag="trespassed"):
-    """Pages that belonged to nobody, or to a room that was complete, have changed.
+    """Free pages, or pages of a complete room, have changed.
 
     Attributes:
-        at: When that was seen.
-        room: Whose pages they had been last.
+        at: When the worker noticed.
+        room: Last room of these pages.
     """
 
     at: float
@@ -121,7 +121,7 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """`drain` has returned.
 
     Attributes:
-        is_settled: What it returned.
+        is_settled: Its return value.
         quarantined_pages: Pages in quarantine now.
     """
 
@@ -134,7 +134,7 @@ class Closed(msgspec.Struct, frozen=True, tag="closed"):
     """The rank is closed.
 
     Attributes:
-        quarantined_pages: Pages that are still in quarantine, for good.
+        quarantined_pages: Pages that remain in quarantine for good.
     """
 
     at: float

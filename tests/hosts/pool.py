@@ -1,4 +1,4 @@
-"""KV pools whose every word says where it belongs. Knows nothing of kvflow."""
+"""KV pools in which every word encodes its room and position. Independent of kvflow."""
 
 from typing import Final
 
@@ -23,7 +23,7 @@ NUM_REGIONS: Final = 2 * NUM_LAYERS
 TOKENS_PER_PAGE: Final = 16
 TOKEN_BYTES: Final = 2_048
 PAGE_BYTES: Final = TOKENS_PER_PAGE * TOKEN_BYTES
-"""Of one page in one region."""
+"""Bytes of one page in one region."""
 
 PAGES_PER_LANE: Final = 4
 NUM_TOKENS: Final = PAGES_PER_LANE * TOKENS_PER_PAGE
@@ -31,16 +31,16 @@ LANE_BYTES: Final = NUM_REGIONS * PAGES_PER_LANE * PAGE_BYTES
 
 WORDS_PER_PAGE: Final = PAGE_BYTES // 8
 WORDS_PER_SAMPLE: Final = 128
-"""Of so many words of a page one is looked at when many pages are watched: one for each KiB."""
+"""A sample has one of this many words of a page: one word for each KiB."""
 
 NOBODYS: Final = np.uint64(2**64 - 1)
 
 
 class LanePool:
-    """Memory for a number of rooms. The pages of one room, its lane, lie apart.
+    """Memory for a number of rooms. The pages of one room form a lane; they are not adjacent.
 
     Args:
-        num_lanes: Rooms that find place at once.
+        num_lanes: Number of rooms that fit at once.
 
     Attributes:
         memory: uint64[region, page, word].
@@ -56,23 +56,23 @@ class LanePool:
         return self.num_lanes * PAGES_PER_LANE
 
     def pages(self, lane: int) -> list[int]:
-        """Pages of a lane, in the order of a room's tokens."""
+        """Return the pages of a lane, in the order of a room's tokens."""
         return [lane + self.num_lanes * index for index in range(PAGES_PER_LANE)]
 
     def fill(self, lane: int, room: int) -> None:
-        """Write what belongs to a room."""
+        """Write the content of a room."""
         self._lane(lane)[:] = content(room)
 
     def clear(self, lane: int) -> None:
-        """Write what belongs to nobody."""
+        """Write the fill of free pages."""
         self._lane(lane)[:] = NOBODYS
 
     def holds(self, lane: int, room: int) -> bool:
-        """Return whether a lane has all of a room, and nothing else."""
+        """Return whether a lane holds exactly the content of a room."""
         return bool((self._lane(lane) == content(room)).all())
 
     def is_clear(self, lane: int) -> bool:
-        """Return whether nobody has written since `clear`."""
+        """Return whether a lane is unchanged since `clear`."""
         return bool((self._lane(lane) == NOBODYS).all())
 
     def sample(self, lane: int) -> NDArray[np.uint64]:
@@ -81,13 +81,13 @@ class LanePool:
         return found
 
     def _lane(self, lane: int) -> NDArray[np.uint64]:
-        """A view: its pages are one slice with a step."""
+        """Return a view of a lane: its pages are one strided slice."""
         found: NDArray[np.uint64] = self.memory[:, lane :: self.num_lanes]
         return found
 
 
 def content(room: int) -> NDArray[np.uint64]:
-    """What a room's pages hold: each word names the room, its region, page and place."""
+    """Return the content of a room's pages: each word encodes room, region, page and position."""
     blocks = np.arange(NUM_REGIONS * PAGES_PER_LANE, dtype=np.uint64).reshape(NUM_REGIONS, PAGES_PER_LANE, 1)
     words = np.arange(WORDS_PER_PAGE, dtype=np.uint64)
     found: NDArray[np.uint64] = np.uint64(room << 32) | (blocks << np.uint64(16)) | words

@@ -1,7 +1,7 @@
 """kvflow between two hosts under steady load: faults of the network, of processes and of a host.
 
-Both ranks have the settings that users have, default timeouts included. In every test each page of each request is
-checked, and so is that nobody writes to pages that were given back (`deploy`).
+Both ranks have the default settings, including timeouts. Every test checks each page of each request, and that freed
+pages are never written (`deploy`).
 """
 
 from typing import Any, Final
@@ -23,41 +23,41 @@ BEFORE_S: Final = 3.0
 """Steady load before a fault."""
 
 WITHIN_S: Final = 3.0
-"""How soon a request is served; it takes 0.3 s where nothing else goes on."""
+"""How soon a request has to be served; without a fault it takes 0.3 s."""
 
 OBSERVED_S: Final = 8.0
-"""How long full service is watched."""
+"""How long full service is observed."""
 
 RECOVERY_S: Final = 5.0
-"""When full service is due after a partition, or after the return of a host."""
+"""How soon full service is due after a partition, or after the return of a host."""
 
 HALF_OPEN_S: Final = 10.0
-"""When it is due after a control connection was swallowed."""
+"""How soon it is due after a control connection was swallowed."""
 
 STALLED_S: Final = 45.0
-"""When it is due after the transport's connections were swallowed, which only missing progress shows: `progress_s`
-(30 s), and what it takes to give the transfers up and to connect anew."""
+"""How soon it is due after the transport's connections were swallowed, which only missing progress reveals:
+`progress_s` (30 s), and the time to fail the transfers and to reconnect."""
 
 NOTICED_S: Final = 1.5
-"""When a killed process is known to be gone; its kernel says so at once."""
+"""How soon the death of a process is noticed; its kernel closes the connections at once."""
 
 RETURNED_S: Final = 1.0
-"""When a process that has taken another one's place is known."""
+"""How soon a replacement process serves requests."""
 
 QUIET_S: Final = 20.0
-"""When all pages are safe after a heal; TCP's next retransmission may be 12.8 s away."""
+"""How soon all pages are safe after a heal; TCP's next retransmission may be 12.8 s away."""
 
 CLOSING_RATE: Final = 1_000.0
-"""Requests a second while a rank closes, so that some come at each moment of it."""
+"""Requests a second while a rank closes, enough to hit each stage of the close."""
 
 CLOSED_S: Final = 10.0
-"""When all pages are safe after a peer has closed."""
+"""How soon all pages are safe after a peer has closed."""
 
 
 def assert_served(
     deployment: Deployment, since: float, within_s: float = WITHIN_S, observed_s: float = OBSERVED_S
 ) -> None:
-    """Let the load go on, and see that every request that is sent from then on is served soon."""
+    """Keep up the load, and check that every request sent after `since` is served in time."""
     deployment.run_until_ended(since, since + observed_s, within_s)
     unserved = deployment.unserved(since, since + observed_s, within_s)
     served = len(deployment.ended())
@@ -65,21 +65,21 @@ def assert_served(
 
 
 def steady(deploy: Deploy, **options: Any) -> Deployment:
-    """Start a deployment, and let it serve for a while before anything happens."""
+    """Start a deployment, and let it serve for `BEFORE_S`."""
     deployment = deploy(**options)
     deployment.run(BEFORE_S)
     return deployment
 
 
 def assert_quiet(deployment: Deployment, since: float, within_s: float, *ranks: Process) -> None:
-    """Send no more requests, and see that all pages of some ranks are safe soon."""
+    """Stop the load, and check that all pages of some ranks become safe in time."""
     deployment.router.workers = []
     for rank in ranks:
         assert deployment.is_quiet(rank, since, within_s)
 
 
 def test_partition_of_1_s_fails_nothing(deploy: Deploy) -> None:
-    """TCP sends again 1.4 s after the beginning, which is well before a lease of 3 s ends."""
+    """TCP retransmits 1.4 s after the cut, well before a lease of 3 s expires."""
     deployment = deploy()
     started = deployment.mark("steady")
     deployment.run(1.0)
@@ -129,7 +129,7 @@ def test_200_mbit(deploy: Deploy, backend: str) -> None:
 @slow
 @pytest.mark.timeout(120)
 def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
-    deployment = steady(deploy, rate=5.0)  # TCP learns the longer way only slowly
+    deployment = steady(deploy, rate=5.0)  # TCP adapts to the longer round trip only slowly
     try:
         deployment.net.delay("b", 0.05)
     except HostsUnavailable as error:
@@ -162,7 +162,7 @@ def test_registry_connection_of_prefill_is_swallowed(deploy: Deploy) -> None:
 @slow
 @pytest.mark.timeout(120)
 def test_registry_connection_of_decode_is_swallowed(deploy: Deploy) -> None:
-    """Decode has to find the prefill rank that takes the place of another one."""
+    """Decode has to find the replacement of a prefill rank."""
     deployment = steady(deploy, registry_on="a")
     swallowed = faults.half_open_registry(deployment)
     deployment.run_until(swallowed + HALF_OPEN_S)
@@ -185,7 +185,7 @@ def test_killed_prefill_is_noticed(deploy: Deploy, backend: str) -> None:
 @slow
 @pytest.mark.timeout(120)
 def test_pages_of_a_killed_prefill_come_back(deploy: Deploy) -> None:
-    """Mooncake sees its connections end behind the last byte. With NIXL the pages stay in quarantine."""
+    """Mooncake sees its connections end after the last byte. With NIXL the pages stay in quarantine."""
     deployment = steady(deploy, backend="mooncake")
     killed = faults.kill_for_good(deployment)
     assert_quiet(deployment, killed, CLOSED_S, deployment.decode)
@@ -256,12 +256,12 @@ def test_closed_prefill_returns_on_the_same_port(deploy: Deploy) -> None:
 @both
 @pytest.mark.timeout(120)
 def test_bytes_of_a_dead_process_land_in_pages_that_are_held(deploy: Deploy, backend: str) -> None:
-    """Neither the death of the writer nor time is a proof: its kernel sends what it holds for a minute."""
+    """Neither the writer's death nor a delay proves pages safe: its kernel retransmits for a minute."""
     deployment = steady(deploy, backend=backend, registry_on="b")
-    # Healed after `lease_s` and `drain_s` are over and the pages are in quarantine, and before the kernel tries again.
+    # Heals when `lease_s` and `drain_s` are over and the pages are in quarantine, but before the next retransmission.
     healed = faults.late_landing(deployment, 9.0)
     landed = deployment.decode.wait_for(lines.Landed, 20.0, where=lambda report: report.at > healed)
     assert landed.memory == "quarantined"
     assert landed.at - landed.failed_at > 5.0
-    if backend == "mooncake":  # its connections end behind the last byte, which is a proof
+    if backend == "mooncake":  # its connections end after the last byte, which proves the pages safe
         assert_quiet(deployment, landed.at, QUIET_S, deployment.decode)

@@ -1,4 +1,4 @@
-"""The network itself: what its faults do to plain sockets."""
+"""Effects of the network's faults on plain sockets."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ for command in sys.stdin:
 
 
 class Talk:
-    """A server on host A, and a client on host B that asks it over connections with names."""
+    """An echo server on host A, and a client on host B that talks to it over named connections."""
 
     def __init__(self, net: TwoHosts) -> None:
         self.net = net
@@ -57,14 +57,14 @@ class Talk:
         self._client = net.b.spawn([sys.executable, "-c", CLIENT, HOST_NAMES["a"], str(PORT)])
 
     def ask(self, connection: str = "first", timeout_s: float = 20.0) -> str:
-        """Say something; give what comes of it: "answered", "silent" after a while, or an error."""
+        """Send a line, and return the result: "answered", "closed", "silent" after the timeout, or an error's name."""
         stream = pipe(self._client.stdin)
         stream.write(f"{connection} {timeout_s}\n")
         stream.flush()
         return pipe(self._client.stdout).readline().strip()
 
     def num_unacknowledged(self) -> int:
-        """Bytes that the server has sent and the client has not acknowledged, as far as the server knows."""
+        """Return the bytes that the server has sent without an acknowledgement from the client."""
         shown = self.net.a.namespace.run("ss", "-Htn", "state", "established", "sport", f":{PORT}")
         return sum(int(line.split()[1]) for line in shown.splitlines())
 
@@ -104,7 +104,7 @@ def test_one_direction_is_cut(talk: Talk, side: str) -> None:
     assert talk.ask() == "answered"
     talk.net.cut(side)
     assert talk.ask(timeout_s=0.3) == "silent"
-    # The server has answered, and hears nothing of it, or it has not been asked.
+    # Either the server's answer is unacknowledged, or the request has not reached the server.
     assert talk.num_unacknowledged() == (2 if side == "a" else 0)
 
 

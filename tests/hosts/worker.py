@@ -1,8 +1,8 @@
-"""A worker on a host: `python -m tests.hosts.worker '{"role": "decode", ...}'`. The only file here that uses kvflow.
+"""A worker on a host: `python -m tests.hosts.worker '{"role": "decode", ...}'`.
 
-It is what an engine would be: it takes requests as they come, gives them pages from a pool that can run full, checks
-everything that arrives, and keeps pages for as long as kvflow does not call them safe. It obeys `lines.Command` on its
-standard input, and ends with it; it tells `lines.Report` on its standard output.
+It plays the engine: it serves requests as they come, allocates their pages from a pool that can run full, checks
+everything that arrives, and keeps pages until kvflow reports them safe. It reads `lines.Command` from its standard
+input until that is closed, and writes `lines.Report` to its standard output.
 """
 
 import asyncio
@@ -32,25 +32,25 @@ __all__ = ["Settings"]
 PREFILL: Final = "prefill"
 
 WATCH_S: Final = 0.02
-"""Between looks at pages that are not safe yet."""
+"""Interval between checks of pages that are not safe yet."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is to be.
+    """Role and options of a worker.
 
     Attributes:
         role: "registry", "prefill" or "decode".
-        bind: Where a registry or a prefill rank listens.
-        advertise: Under which name others find it, if not the one bound.
+        bind: Address on which a registry or a prefill rank listens.
+        advertise: Address that it advertises instead of the bound one.
         registry: Address of the registry (ranks).
         backend: Transport (ranks).
-        backend_options: Its options.
-        num_lanes: Rooms for which there are pages.
+        backend_options: Options of the transport.
+        num_lanes: Number of rooms that the pool has pages for.
         compute_s: How long prefill computes the second half of a room.
         use_s: How long decode uses the pages of a complete room.
         patience_s: How long a room waits for pages of decode before its client gives up.
-        log_level: Of kvflow's log.
-        is_prepared: Load everything, and open the rank when there is a line on standard input, whatever it says.
+        log_level: Level of kvflow's log.
+        is_prepared: Load everything, but open the rank only after any line on standard input.
     """
 
     role: str
@@ -73,11 +73,11 @@ Transfer = kvflow.RoomSender | kvflow.RoomReceiver
 
 @dataclass(eq=False)
 class Held:
-    """Pages that kvflow has not called safe.
+    """Pages of an ended transfer that kvflow has not reported safe.
 
     Attributes:
-        sample: How they looked last.
-        memory: What kvflow said last.
+        sample: Words of the pages at the last check.
+        memory: State that kvflow reported at the last check.
     """
 
     transfer: Transfer
@@ -88,12 +88,12 @@ class Held:
 
 
 class Worker(Generic[AnyRank]):
-    """What both kinds of worker share.
+    """Common base of both workers.
 
     Args:
-        settings: What it is to be.
+        settings: Role and options.
         rank: An open rank over `pool`.
-        pool: Its memory.
+        pool: KV pool of the rank.
     """
 
     def __init__(self, settings: Settings, rank: AnyRank, pool: LanePool) -> None:
@@ -108,7 +108,7 @@ class Worker(Generic[AnyRank]):
         self._ended: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Obey until told to close."""
+        """Execute commands until `lines.Close`, or the end of standard input."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             tasks.start_soon(self._count)
@@ -124,7 +124,7 @@ class Worker(Generic[AnyRank]):
 
     @property
     def num_quarantined_pages(self) -> int:
-        """Pages in quarantine now, by what the rank says."""
+        """Pages that the rank reports in quarantine."""
         return PAGES_PER_LANE * len(self._rank.quarantined())
 
     async def _serve(self, room: int) -> None:
@@ -135,7 +135,7 @@ class Worker(Generic[AnyRank]):
         tell(lines.Drained(now(), is_settled, self.num_quarantined_pages))
 
     async def _take_lane(self, room: int) -> int:
-        """Wait for free pages. Nobody may have touched them while they were free."""
+        """Wait for free pages, and report them if they were written while they were free."""
         lane = await self._take_free.receive()
         if not self._pool.is_clear(lane):
             tell(lines.Trespassed(now(), self._last_room[lane]))
@@ -147,7 +147,7 @@ class Worker(Generic[AnyRank]):
         tell(lines.Ended(now(), room, reason))
 
     def _hold(self, transfer: Transfer, lane: int) -> None:
-        """Keep pages until kvflow calls them safe, and watch what happens to them."""
+        """Keep pages until kvflow reports them safe, and watch them for writes."""
         memory = transfer.memory.value
         self._held[lane] = Held(transfer, lane, now(), self._pool.sample(lane), memory)
 
@@ -182,7 +182,7 @@ class Worker(Generic[AnyRank]):
 
 
 class PrefillWorker(Worker[kvflow.PrefillRank]):
-    """Opens a room when it has pages for it, sends the first half at once and the other when it is computed."""
+    """A worker that opens a room once it has pages, sends the first half at once and the rest when it is computed."""
 
     async def _serve(self, room: int) -> None:
         lane = await self._take_lane(room)
@@ -203,7 +203,7 @@ class PrefillWorker(Worker[kvflow.PrefillRank]):
 
 
 class DecodeWorker(Worker[kvflow.DecodeRank]):
-    """Receives rooms, checks every page of them, and uses the pages for a while before it gives them back."""
+    """A worker that receives rooms, checks every page, and uses the pages for a while before it frees them."""
 
     async def _serve(self, room: int) -> None:
         lane = None
@@ -226,7 +226,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             await self._use(room, lane)
 
     async def _decline(self, room: int) -> None:
-        """Let prefill know that nobody wants a room any more, so that it does not keep pages for it."""
+        """Receive an empty range of an abandoned room, which lets prefill free its pages."""
         nothing = (NUM_TOKENS, NUM_TOKENS)
         with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
             async with self._rank.receive(room, prefill=PREFILL, tokens=nothing, pages={"kv": []}):
@@ -252,7 +252,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
 
 
 def reason_of(error: kvflow.KvflowError) -> str:
-    """Why a room ended, in a word."""
+    """Return why a room ended, in one word."""
     return error.reason.value if isinstance(error, kvflow.TransferFailed) else type(error).__name__
 
 
@@ -289,13 +289,13 @@ async def commands() -> AsyncIterator[lines.Command]:
 
 
 def tell(report: lines.Report) -> None:
-    """Write one line. The harness reads all the time, so this does not block for long."""
+    """Write one report. The harness reads all the time, so this does not block for long."""
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def now() -> float:
-    """The time of reports."""
+    """Return the time for reports, on the monotonic clock."""
     return time.monotonic()
 
 
@@ -308,7 +308,7 @@ async def run_registry(settings: Settings) -> None:
 
 
 async def warm_up(settings: Settings) -> None:
-    """Open and close a rank that nobody asks, for what it loads."""
+    """Open and close an unused rank to load all modules and libraries."""
     pool = LanePool(1)
     config = kvflow.PrefillConfig(
         instance="warm-up",
@@ -362,7 +362,7 @@ def main(argument: str) -> None:
     if settings.is_prepared:
         anyio.run(warm_up, settings)
         tell(lines.Prepared(now()))
-        while os.read(sys.stdin.fileno(), 1) not in {b"\n", b""}:  # not a byte more: the rest is for `commands`
+        while os.read(sys.stdin.fileno(), 1) not in {b"\n", b""}:  # bytewise: `commands` reads the rest
             pass
     with contextlib.suppress(BrokenPipeError):  # the harness has gone
         anyio.run(run, settings)

@@ -1,4 +1,4 @@
-"""What kvflow prints, read back."""
+"""Capture and parse kvflow's log output."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ __all__ = ["Lines", "printed"]
 
 
 class Lines(io.StringIO):
-    """A stream that a person or a machine would read."""
+    """A stream of log lines, read as text or as JSON."""
 
     def texts(self) -> list[str]:
         return self.getvalue().splitlines()
@@ -28,7 +28,7 @@ class Lines(io.StringIO):
 
 @contextmanager
 def printed(log_format: LogFormat = "json", level: int = logging.INFO) -> Iterator[Lines]:
-    """Print somewhere else, and as before afterwards."""
+    """Redirect the log to a new stream within the block."""
     before = (LOGGER.handlers[:], LOGGER.level, LOGGER.propagate)
     stream = Lines()
     configure_logging(log_format, level, stream)

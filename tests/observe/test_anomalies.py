@@ -1,4 +1,4 @@
-"""Counting what was ignored, logging it now and then, and adding durations up."""
+"""Counts of anomalies, rate-limited logging of them, and sums of durations."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What is printed, to whom, and in which form."""
+"""Log output: content, destination and format."""
 
 import datetime
 import io

@@ -52,7 +52,7 @@ WHOLE_RANK = {
     ef.CountAnomaly,
     ef.LogEvent,
 }
-"""Those about the rank as a whole, and those whose stage is the one of their message."""
+"""Events and effects about the rank as a whole, and those with the stage of their message."""
 
 
 def test_every_event_and_effect_has_a_stage_or_is_about_the_whole_rank() -> None:

@@ -1,4 +1,4 @@
-"""A decode engine announces a room before it has pages for it: prefill waits for as long as that engine lives."""
+"""Announcements of rooms before decode has pages for them: prefill waits as long as the decode engine lives."""
 
 import signal
 import threading
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 
 SHORT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=0.2, drain_s=0.5, lease_s=2.0)
 PAST_S = 0.5
-"""Longer than its `grant_s`."""
+"""Longer than `grant_s` of `SHORT`."""
 
 
 def announce(ranks: Deployment, room: int = 1, rank: int = 0, **changes: Any) -> kvflow.RoomReceiver:
@@ -44,7 +44,7 @@ def announce(ranks: Deployment, room: int = 1, rank: int = 0, **changes: Any) ->
 
 
 async def announced(ranks: Deployment, count: int = 1) -> None:
-    """Wait until prefill knows."""
+    """Wait until every prefill rank has `count` announced rooms."""
     await until(lambda: {rank.statistics().announced for rank in ranks.prefill} == {count})
 
 
@@ -225,7 +225,7 @@ def test_a_scheduler_announces_and_grants_without_waiting() -> None:
 
 
 def test_pages_are_held_from_the_call_on() -> None:
-    """Also before the event loop has got to it."""
+    """The pages are held even before the event loop handles the call."""
     with blocking_ranks() as (_, decode, _):
         receiver = decode.announce(1, prefill="prefill")
         with _loop_is_busy(decode):
@@ -237,7 +237,7 @@ def test_pages_are_held_from_the_call_on() -> None:
 
 @contextmanager
 def _loop_is_busy(decode: blocking.DecodeRank) -> Iterator[None]:
-    """Keep the event loop from doing anything."""
+    """Block the event loop within the block."""
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,4 +1,4 @@
-"""Drawn pairs of instances, through the whole service: real messages, real transports, real memory."""
+"""Random pairs of instances in the whole service: real messages, real transports, real memory."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -33,15 +33,15 @@ WarmedUp = set[kvflow.DecodeRank]
 small_worlds = worlds().filter(lambda world: len(world.prefill) + len(world.decode) <= MAX_RANKS)
 
 posts = st.sampled_from([1, 50, 300, 2**20])
-"""Most bytes of a write: a page each, a few pages, everything."""
+"""Limits of the bytes of a write: one page, a few pages, everything."""
 
 stops_of_layers = st.just(()) | st.sets(st.integers(1, 5), min_size=1).map(lambda stops: tuple(sorted(stops)))
-"""Where groups of layers end that get ready together; none if a chunk gets ready as a whole."""
+"""Ends of the groups of layers that get ready together; empty if a chunk gets ready as a whole."""
 
 ROOM = 1
 
 STAGING = {"staging_bytes": 2**24, "staging_slot_bytes": 2**18}
-"""For those who pack everything; it has to be asked for, because device memory is not taken by itself."""
+"""Staging memory for tests that pack everything; there is none by default on devices."""
 
 
 @pytest.mark.timeout(120)
@@ -66,8 +66,8 @@ async def test_warm_ups_leave_no_trace(world: World) -> None:
 
 
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
-    """Compute, send and receive the request as in `transfer`, and compare all memory with the model."""
-    if backend != "memory":  # which maps any address
+    """Compute and `transfer` the request, and compare all memory with the model."""
+    if backend != "memory":  # it maps any address
         for rank in (*world.prefill.values(), *world.decode.values()):
             rank.move(rank.memory.ctypes.data)
     world.compute()
@@ -87,7 +87,7 @@ async def transfer(
     packing: str = "auto",
     warms_up: bool = False,
 ) -> StagingStatistics:
-    """Open every rank, send and receive the request; say what was packed."""
+    """Open every rank, send and receive the request; return the statistics of packing."""
     totals = [0, 0]
     staging = STAGING if packing == "always" else {}
     warmed_up = WarmedUp()
@@ -123,7 +123,7 @@ async def send(
     stops: tuple[int, ...],
     others_warm_up: Condition | None,
 ) -> None:
-    """The paged main component goes chunk by chunk, everything else with the last chunk."""
+    """Send the paged main component chunk by chunk, and everything else with the last chunk."""
     num_tokens = world.num_tokens["kv"]
     names = [component.name for component in rank.layout.components]
     edges = [0, *world.cuts["kv"], num_tokens]
@@ -148,7 +148,7 @@ async def send(
 
 
 def with_all_pages(rank: Rank, name: str, part: TokenPages) -> TokenPages:
-    """A rank that holds a share of the tokens lists the pages of its share."""
+    """Return a part with the pages of the tokens that the rank holds."""
     return TokenPages(part.tokens, rank.pages(name, part.tokens))
 
 

@@ -1,4 +1,4 @@
-"""Every bad input gives a typed error with its values, on the side that can act on it, and disturbs nobody else."""
+"""Each bad input raises a typed error with its values, on the side that can act on it, without affecting others."""
 
 from collections.abc import AsyncIterator, Callable
 
@@ -201,7 +201,7 @@ async def test_registry_that_is_not_there(free_port: int) -> None:
 
 
 async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
-    """Its record is still in the registry, so only the hello finds out."""
+    """Its record is still in the registry: only the Hello reveals that it is gone."""
     record = RankRecord(
         peer=PeerId(RankId("prefill", 0), 1),
         num_ranks=1,

@@ -1,4 +1,4 @@
-"""The blocking ranks, as a scheduler loop uses them: start, go on, poll."""
+"""The blocking ranks, as a scheduler loop uses them: start, continue, poll."""
 
 import functools
 import os
@@ -143,7 +143,7 @@ with pair_of_ranks(sys.argv[1], share_loop=True) as pair:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_forked_child_leaves_the_ranks_to_its_parent(backend: str) -> None:
-    """It can neither use nor close them, nor does it wait for a thread that it does not have."""
+    """The child can neither use nor close them, and does not wait for a thread that it does not have."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, backend]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
@@ -207,7 +207,7 @@ def test_a_refusal_keeps_its_reason_although_chunks_follow() -> None:
     with pair_of_ranks() as pair:
         pair.prefill.start_drain()
         sender = pair.prefill.send(1)
-        with suppress(RankDraining):  # if it is known already
+        with suppress(RankDraining):  # if the rank has already noticed
             sender.chunk((0, 4), {"kv": [5]})
         assert sender.wait() is Outcome.FAILED
         assert sender.failure is not None
@@ -220,7 +220,7 @@ def test_a_refusal_keeps_its_reason_although_chunks_follow() -> None:
 
 
 def test_what_ends_while_it_begins_is_told_as_it_stands() -> None:
-    """Decode has asked and given up before the engine sends, so the sender fails as it is opened."""
+    """Decode grants and aborts before the engine sends: the sender fails as it is opened."""
     with pair_of_ranks() as pair:
         receiver = pair.receive(1)
         while not pair.prefill.statistics().waiting_grants:
@@ -236,7 +236,7 @@ def test_what_ends_while_it_begins_is_told_as_it_stands() -> None:
 
 
 def block(rank: blocking.PrefillRank | blocking.DecodeRank, until: threading.Event) -> None:
-    """Have the event loop do nothing until something is set."""
+    """Block the event loop until an event is set."""
 
     def wait() -> None:
         until.wait()
@@ -346,7 +346,7 @@ def test_a_queued_transfer_holds_its_pages() -> None:
     with pair_of_ranks() as pair:
         go_on = threading.Event()
         block(pair.decode, go_on)
-        receiver = pair.receive(1)  # returns although the event loop does nothing
+        receiver = pair.receive(1)  # returns while the event loop is blocked
         assert (receiver.outcome, receiver.memory, receiver.is_settled) == (Outcome.PENDING, Memory.HELD, False)
         receiver.abort()
         go_on.set()
@@ -580,11 +580,11 @@ def test_rank_that_cannot_open_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     config = prefill_config(
         "tcp://127.0.0.1:1", bind="tcp://192.0.2.1:7000", trust=kvflow.Trust.none()
-    )  # an address of nobody (RFC 5737)
+    )  # a documentation address (RFC 5737)
     rank = blocking.PrefillRank(config, make_pool().layout)
     with pytest.raises(ConfigError, match="cannot be bound"):
         rank.__enter__()
-    assert set(threading.enumerate()) <= before  # some of an earlier test may end meanwhile
+    assert set(threading.enumerate()) <= before  # threads of an earlier test may end meanwhile
 
 
 def test_after_closing_nothing_hangs() -> None:

@@ -1,4 +1,4 @@
-"""Where both sides keep their pages alike, a transport with prepared lists is told blocks, not addresses."""
+"""With equal pages on both sides, a transport with prepared lists receives blocks instead of addresses."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
-    """What kind of moves has been posted, in order."""
+    """Types of the posted moves, in order."""
     kinds: list[type] = []
     put = PostQueue.put
 

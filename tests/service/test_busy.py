@@ -1,4 +1,4 @@
-"""An engine that holds the interpreter: no task and no thread of kvflow runs meanwhile, but those of libzmq do."""
+"""An engine that holds the GIL: kvflow's tasks and threads do not run meanwhile, but those of libzmq do."""
 
 import anyio
 import pytest
@@ -11,7 +11,7 @@ from tests.support.prefill_process import hold_interpreter
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 HOLD_S = 10
-"""More than three leases."""
+"""How long the engine holds the GIL: more than three leases."""
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])

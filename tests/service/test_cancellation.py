@@ -1,7 +1,7 @@
-"""Every public coroutine, cancelled at each of its await points: nothing leaks, and the other side hears of it.
+"""Every public coroutine, cancelled at each of its await points: nothing leaks, and the other side is notified.
 
-The real ranks run in virtual time, so the await points of a coroutine are the same ones each time. Both kinds of
-cancellation are tried: that of anyio's scopes, and `asyncio.Task.cancel`, which knows nothing of shielded scopes.
+The real ranks run in virtual time, which makes the await points of a coroutine the same in each run. The tests cover
+both kinds of cancellation: anyio's cancel scopes, and `asyncio.Task.cancel`, which ignores shielded scopes.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ KINDS: Final = ("task", "scope")
 SIDES: Final = ("prefill", "decode")
 
 MOST_AWAITS: Final = 100
-"""No coroutine here has more await points."""
+"""Upper bound of the await points of any coroutine here."""
 
 AMPLE_S: Final = 2 * (QUICK.drain_s + QUICK.handshake_s + QUICK.lease_s)
-"""Virtual seconds in which everything that is bound to end ends."""
+"""Virtual seconds after which everything with a deadline has ended."""
 
 
 class Cancelling:
-    """Awaits a coroutine, and cancels whoever does at one of its await points.
+    """An awaitable that runs a coroutine, and calls a function at one of its await points.
 
     Args:
-        work: What to await.
-        at: Which await point, from 1 on.
-        cancel: What to do there.
+        work: The coroutine.
+        at: Number of the await point, from 1.
+        cancel: The function, which cancels the awaiting task.
 
     Attributes:
-        was_reached: There was such an await point.
+        was_reached: The coroutine has reached the await point.
     """
 
     def __init__(self, work: Coroutine[Any, Any, object], at: int, cancel: Callable[[], object]) -> None:
@@ -73,11 +73,11 @@ class Cancelling:
 
 
 class Cancelled:
-    """How an act went that was cancelled at one of its await points.
+    """Result of an act that was cancelled at one of its await points.
 
     Attributes:
-        was_reached: It has so many.
-        error: What it raised instead of the cancellation, if it did.
+        was_reached: The act has reached the await point.
+        error: The `TransferFailed` that it raised, if any.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Cancelled:
 
 
 async def cancel_at(number: int, kind: str, act: Act) -> Cancelled:
-    """Do something as an engine's task does, and cancel it."""
+    """Run an act in the current task, and cancel it at an await point."""
     result = Cancelled()
     with anyio.CancelScope() as scope:
         task = asyncio.current_task()
@@ -108,9 +108,9 @@ class Bench:
     """A registry and two ranks, each in a process of its own.
 
     Attributes:
-        world: Where they are.
-        processes: By side.
-        ranks: By side, once they are open.
+        world: The simulation that they run in.
+        processes: Process of each side.
+        ranks: Rank of each side, open or not.
         deployment: The same ranks with their pools, for requests.
     """
 
@@ -128,7 +128,7 @@ class Bench:
         self._rooms = iter(range(100, 200))
 
     def make(self, side: str) -> kvflow.PrefillRank | kvflow.DecodeRank:
-        """A rank that is not open yet."""
+        """Create a rank without opening it."""
         pool, process = self.pools[side], self.processes[side]
         settings: dict[str, Any] = {"staging_bytes": 0, "limits": self.limits, "timeouts": QUICK}
         backend, ports = self.world.backend(process), self.world.ports(process)
@@ -149,36 +149,36 @@ class Bench:
         return rank
 
     def open(self, *sides: str) -> None:
-        """Open ranks, and let requests use them."""
+        """Open ranks, and make requests use them."""
         for side in sides:
             self.result(self.spawn(side, self.ranks[side].__aenter__()))
         self.deployment.prefill[:], self.deployment.decode[:] = [self.prefill], [self.decode]
         self.deployment.sources[:], self.deployment.targets[:] = [self.pools["prefill"]], [self.pools["decode"]]
 
     def spawn(self, side: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run something in the process of a side."""
+        """Start a task in the process of a side."""
         return self.processes[side].spawn(work)
 
     def result(self, task: "asyncio.Task[Any]") -> Any:
-        """Let time pass until a task is bound to have ended, and give its result."""
+        """Let `AMPLE_S` pass, check that a task has ended, and return its result."""
         self.world.run(AMPLE_S)
         assert task.done(), task
         return task.result()
 
     def cancel(self, side: str, number: int, kind: str, act: Act) -> Cancelled:
-        """Do something on a side, and cancel it there."""
+        """Run an act on a side, and cancel it at an await point."""
         result: Cancelled = self.result(self.spawn(side, cancel_at(number, kind, act)))
         return result
 
-    # What must hold ------------------------------------------------------------------------------------------------
+    # Checks --------------------------------------------------------------------------------------------------------
 
     def tasks(self, side: str) -> list["asyncio.Task[Any]"]:
-        """What runs in a process."""
+        """Return the tasks that run in the process of a side."""
         process = self.processes[side]
         return [task for owner, task in self._tasks if owner is process and not task.done()]
 
     def assert_works(self) -> None:
-        """Check that another transfer passes, and that nothing is left of any."""
+        """Check that another transfer succeeds, and that no transfer has left anything behind."""
         room = next(self._rooms)
         request = self.deployment.request(room, 10)
         sending, receiving = self.spawn("prefill", request.send(chunk=4)), self.spawn("decode", request.receive())
@@ -207,7 +207,7 @@ class Bench:
 
 
 def note_tasks(world: World) -> list[tuple[Process | None, "asyncio.Task[Any]"]]:
-    """Every task that is made from now on, and the process that it runs in."""
+    """Return a list that collects every task created from now on, with the process that it runs in."""
     tasks: list[tuple[Process | None, asyncio.Task[Any]]] = []
     create_task = world.loop.create_task
 
@@ -225,9 +225,9 @@ async def sleep(_: Process) -> None:
 
 
 def benches(limits: Limits | None = None) -> Iterator[tuple[int, Bench]]:
-    """A world of its own for each await point; whoever iterates breaks off when there are no more."""
+    """Yield a new world for each await point; the caller breaks the loop when there are no more."""
     for number in range(1, MOST_AWAITS):
-        with World(ends_with_process=True) as world:  # the same one each time
+        with World(ends_with_process=True) as world:  # every world behaves the same
             yield number, Bench(world, limits)
     pytest.fail("the coroutine has no end")
 
@@ -255,11 +255,11 @@ def test_opening_a_rank(side: str, kind: str) -> None:
 
 
 class Room:
-    """A room that is open on both sides, of which one chunk is sent.
+    """A room that is open on both sides, with one chunk sent.
 
     Attributes:
-        sender: Of the prefill engine.
-        receiver: Of the decode engine.
+        sender: Sender of the prefill engine.
+        receiver: Receiver of the decode engine.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -283,14 +283,14 @@ class Room:
             await self.receiver.done()
 
     def finish(self) -> None:
-        """Let the engine send the rest, and check that it arrives."""
+        """Make the engine send the rest, and check that it arrives."""
         self._may_finish.set()
         for task in self._tasks:
             self._bench.result(task)
         self._request.assert_arrived()
 
     def assert_failed(self, by: str) -> None:
-        """Check that both sides know that a rank was closed, and that the pages are quiet."""
+        """Check that both sides report a closed rank, and that the pages are safe."""
         self._may_finish.set()
         for task in self._tasks:
             with pytest.raises(TransferFailed) as caught:
@@ -321,7 +321,7 @@ def test_closing_a_rank(side: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_is_closed_all_the_same_while_a_write_hangs(kind: str) -> None:
-    """It waits for the write as long as it may, and then for its transport."""
+    """The close waits for the write until its deadline, and then for the transport to close."""
     for number, bench in benches():
         bench.open(*SIDES)
         bench.world.plane.hold_write = lambda _: True
@@ -340,7 +340,7 @@ def test_a_rank_is_closed_all_the_same_while_a_write_hangs(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", SIDES)
 def test_draining_a_rank(side: str, kind: str) -> None:
-    """Whoever waits gives up waiting, not draining."""
+    """Cancellation ends the wait, but not the draining."""
     for number, bench in benches():
         bench.open(*SIDES)
         room, rank = Room(bench), bench.ranks[side]
@@ -358,14 +358,14 @@ def test_draining_a_rank(side: str, kind: str) -> None:
 # Transfers ---------------------------------------------------------------------------------------------------------
 
 NARROW: Final = Limits(posts_per_peer=1, queued_chunks=1)
-"""So that an engine waits for capacity before most of its chunks."""
+"""Limits with which an engine waits for capacity before most of its chunks."""
 
 
 class Engines:
-    """Both engines of one room; the task of one of them is cancelled.
+    """Both engines of one room; a test cancels the task of one of them.
 
     Attributes:
-        left_with: By side: how the pages stood when the engine had left the block.
+        left_with: `memory` of each side's transfer when its engine left the block.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -379,7 +379,7 @@ class Engines:
         bench.world.plane.when_posted.append(lambda _: self._is_posted.set())
 
     async def deliver(self) -> None:
-        """Use everything that a sender has."""
+        """Send every chunk, and wait for delivery."""
         try:
             async with self.sender:
                 for start in range(0, 36, 4):
@@ -391,7 +391,7 @@ class Engines:
             self.left_with["prefill"] = self.sender.memory
 
     async def give_up_sending(self) -> None:
-        """Leave while writes are under way."""
+        """Abort with posts in flight."""
         try:
             async with self.sender:
                 await self.sender.chunk((0, 8), self.request.src_pages(0, (0, 8)))
@@ -401,7 +401,7 @@ class Engines:
             self.left_with["prefill"] = self.sender.memory
 
     async def receive(self) -> None:
-        """Use everything that a receiver has."""
+        """Receive until done."""
         try:
             async with self.receiver:
                 await self.receiver.done()
@@ -409,7 +409,7 @@ class Engines:
             self.left_with["decode"] = self.receiver.memory
 
     async def give_up_receiving(self) -> None:
-        """Leave while writes are under way."""
+        """Leave the block with posts in flight."""
         try:
             async with self.receiver:
                 await self._is_posted.wait()
@@ -433,7 +433,7 @@ def other_engine(engines: Engines, side: str) -> Act:
     ids=["deliver", "give up sending", "receive", "give up receiving"],
 )
 def test_an_engine_that_is_cancelled(side: str, act: Callable[[Engines], Coroutine[Any, Any, None]], kind: str) -> None:
-    """Its block is left only when the pages are quiet, both sides know, and the ranks serve the next room."""
+    """The engine leaves its block only with settled pages, both sides know the outcome, and the ranks still work."""
     most = 0
     for number, bench in benches(NARROW):
         bench.open(*SIDES)

@@ -1,4 +1,4 @@
-"""Ranks are opened and closed in every order, by any task, with or without transfers under way."""
+"""Opening and closing of ranks in every order, by any task, with or without open transfers."""
 
 import asyncio
 import itertools
@@ -44,7 +44,10 @@ ORDERS = list(itertools.permutations(["prefill", "decode", "registry"]))
 async def test_every_order_in_one_task(backend: str, order: tuple[str, ...]) -> None:
     registry = kvflow.Registry()
     await registry.__aenter__()
-    source, target = make_pool(), make_pool()  # whoever drops a pool frees memory that is written to
+    source, target = (
+        make_pool(),
+        make_pool(),
+    )  # keeps the pools alive: dropping one would free memory that is written to
     prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), source.layout)
     decode = kvflow.DecodeRank(decode_config(registry.endpoint, backend=backend), target.layout)
     await prefill.__aenter__()
@@ -84,7 +87,7 @@ async def test_closing_ends_what_is_open_on_both_sides(backend: str, first: str)
 
 
 async def test_closing_the_sender_fences_writes_that_hang() -> None:
-    """The transport is closed with a write in it: that ends the write for certain, and both sides may go on."""
+    """Closing the transport ends a hanging write for certain, and both sides can continue."""
     async with deploy(timeouts=Timeouts(drain_s=0.2, lease_s=5.0)) as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].hold()
@@ -100,7 +103,7 @@ async def test_closing_the_sender_fences_writes_that_hang() -> None:
 
 
 async def test_cancelled_engine_closes_everything() -> None:
-    """Cancelling the task that holds the ranks, with transfers open, leaves nothing behind."""
+    """Cancelling the task that owns the ranks, with open transfers, leaves nothing behind."""
     async with anyio.create_task_group() as tasks:
 
         async def serve() -> None:
@@ -117,7 +120,7 @@ async def test_cancelled_engine_closes_everything() -> None:
 
 
 class LingeringBackend(MemoryBackend):
-    """Each write fails, and may still land after that."""
+    """A transport whose writes fail, and may still land afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class LingeringBackend(MemoryBackend):
 
 @pytest.mark.parametrize("breaks", [False, True])
 async def test_the_port_of_a_rank_that_has_left_is_refused_unless_bytes_may_still_land(breaks: bool) -> None:
-    """A refused port proves that nothing can land, so a rank of which a write lingers keeps it for its process."""
+    """A refused port proves that nothing can land: a rank with a lingering write keeps its port open."""
     is_refused = ZmqControl().is_refused
     async with (
         kvflow.Registry() as registry,
@@ -184,7 +187,7 @@ async def test_the_port_of_a_rank_that_has_left_is_refused_unless_bytes_may_stil
 
 
 class BrokenBackend(MemoryBackend):
-    """Breaks when it is told to."""
+    """A transport that a test can break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +276,7 @@ async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
 
 
 async def crash(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
-    """Let a task of a rank fail."""
+    """Make a task of a rank fail."""
 
     async def fail() -> None:
         raise ZeroDivisionError("boom")
@@ -306,7 +309,7 @@ async def test_a_peer_of_a_rank_that_breaks_learns_at_once_why() -> None:
 
 
 async def test_a_sender_whose_pages_are_free_does_not_wait_for_a_broken_rank() -> None:
-    """Everything is written and only the Ack is missing, which this rank will not hear any more."""
+    """Everything is written, and only the Ack is missing, which a broken rank never receives."""
     async with deploy() as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan.append("lose_notice")
@@ -359,7 +362,7 @@ async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pag
 
 
 async def test_a_fault_within_a_call_of_the_engine_breaks_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What had to follow from it is lost, so that nothing of the rank can be relied on."""
+    """The remaining effects of the call are lost, and the state of the rank is no longer reliable."""
     async with deploy() as deployment:
         prefill, request = deployment.prefill[0], deployment.request(1, 8)
         failures: list[TransferFailed] = []

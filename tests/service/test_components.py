@@ -1,4 +1,4 @@
-"""Components besides the main one: windows, states, and what decode does not want (requirements S4)."""
+"""Components besides the main one: windows, states, and unwanted components (requirements S4)."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,7 +39,7 @@ def make_rank(seed: int, *, is_decode: bool) -> Rank:
 
 
 class Bench:
-    """One prefill rank, one decode rank, and a world to compare with."""
+    """One prefill rank and one decode rank, with the memory of both."""
 
     def __init__(self, prefill: kvflow.PrefillRank, decode: kvflow.DecodeRank, source: Rank, target: Rank) -> None:
         self.prefill, self.decode, self.source, self.target = prefill, decode, source, target
@@ -48,7 +48,7 @@ class Bench:
         return TokenPages(tokens, rank.pages(name, tokens))
 
     def receiver(self, wanted: dict[str, tuple[int, int]]) -> kvflow.RoomReceiver:
-        """Ask for some components, and say of the others that they are not wanted."""
+        """Receive some components, and declare the others as unwanted."""
         pages = {name: self.part(self.target, name, wanted[name]) if name in wanted else None for name in EVERYTHING}
         return self.decode.receive(1, prefill="prefill", tokens=(0, NUM_TOKENS), pages=pages)
 

@@ -1,4 +1,4 @@
-"""Digests: what arrived is compared with what was sent, across any re-sharding, before it counts as complete."""
+"""Digests: decode compares the received bytes with those sent, across any re-sharding, before they count."""
 
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -74,7 +74,7 @@ async def test_a_good_transfer_passes(backend: str) -> None:
 
 
 async def end(request: Request, *, digest: bool | None = None) -> dict[str, TransferFailed]:
-    """Send from every prefill rank in chunks of ten, receive on one decode rank; give the failures."""
+    """Send from every prefill rank in chunks of ten, receive on one decode rank; return the failures."""
     failures: dict[str, TransferFailed] = {}
 
     async def note(name: str, act: Callable[[], Awaitable[object]]) -> None:
@@ -104,7 +104,7 @@ async def test_a_changed_byte_fails_both_sides_and_is_named() -> None:
 
 
 class Corrupting(NixlBackend):
-    """Changes a byte of the first page before each notice is seen, as bad memory would."""
+    """A transport that changes a byte of a page before it reports each notice, as bad memory would."""
 
     def __init__(self, pool: Pool, page: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ async def test_a_byte_that_changes_after_it_was_written_over_nixl_is_found() -> 
 
 
 async def test_nobody_notices_a_changed_byte_without_digests() -> None:
-    """So that the tests above show what digests find, and nothing else."""
+    """This proves that only digests detect the errors in the tests above."""
     async with deploy() as deployment:
         deployment.faults[0].plan.extend(["corrupt"])
         request = deployment.request(1, 10)
@@ -169,7 +169,7 @@ async def test_a_transfer_can_ask_for_digests_or_do_without() -> None:
 
 
 class SlowView(MemoryBackend):
-    """Lets its memory be seen when the test says so, and notes by whom."""
+    """A transport that holds readers of its memory back, and records their threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class SlowView(MemoryBackend):
 
 
 async def test_pages_stay_held_until_nobody_reads_them() -> None:
-    """The engine leaves while its pages are compared, beside the event loop."""
+    """The engine leaves while a worker thread compares its pages."""
     async with deploy(decode_tp=0) as deployment, AsyncExitStack() as stack:
         backend = SlowView()
         await open_decode(deployment, stack, make_pool(), backend)
@@ -197,7 +197,7 @@ async def test_pages_stay_held_until_nobody_reads_them() -> None:
                 tasks.start_soon(release_when_draining, receiver, backend)
             assert (receiver.outcome, receiver.memory) == (Outcome.ABORTED, Memory.SAFE)
         assert threading.main_thread().name not in backend.viewers
-        assert len(backend.viewers) == 4  # the regions of the one notice that was begun
+        assert len(backend.viewers) == 4  # the regions of the one notice under comparison
         await undisturbed(deployment)
 
 
@@ -242,7 +242,7 @@ async def test_closing_a_rank_waits_for_who_reads_its_memory() -> None:
 
 
 class PretendedDevice(MemoryBackend):
-    """Takes memory for device memory that is none."""
+    """A transport that accepts host memory as device memory."""
 
     capabilities = Capabilities(in_band_notices=True, memory_kinds=frozenset({"DRAM", "VRAM"}))
 

@@ -1,4 +1,4 @@
-"""A rank that drains finishes what runs, takes nothing new, and cannot be found any more."""
+"""Draining: a rank finishes open rooms, accepts no new ones, and disappears from the registry."""
 
 import signal
 
@@ -20,7 +20,7 @@ Side = kvflow.PrefillRank | kvflow.DecodeRank
 
 
 class Draining:
-    """A drain that is under way, and what it said."""
+    """A drain in a task, and its result."""
 
     def __init__(self, rank: Side, timeout_s: float | None = None) -> None:
         self._rank, self._timeout_s = rank, timeout_s
@@ -54,7 +54,7 @@ async def test_what_runs_is_finished_before_drain_returns(name: str) -> None:
 
 
 async def test_drain_waits_for_the_ack_of_the_decode_rank() -> None:
-    """Everything is written, but its notice was lost: to leave now would fail a transfer that has all its bytes."""
+    """Everything is written, but the notice was lost: leaving now would fail a transfer that has all its bytes."""
     async with deploy() as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan.append("lose_notice")

@@ -1,4 +1,4 @@
-"""Transfers that end without success: everybody learns why, and pages come back only when nobody can touch them."""
+"""Transfers that fail: all parties learn the reason, and pages are freed only when nothing can touch them."""
 
 import anyio
 import pytest
@@ -22,7 +22,7 @@ async def receive_and_expect(request: Request, failures: dict[str, TransferFaile
 
 
 def has_failed(request: Request, rank: int) -> bool:
-    """A prefill rank knows that its room has failed, whether or not its pages are quiet."""
+    """Return whether a prefill rank reports its room as failed, even if its pages are not safe yet."""
     return rank in request.senders and request.senders[rank].failure is not None
 
 
@@ -67,7 +67,7 @@ async def test_decode_engine_leaves_in_the_middle(backend: str) -> None:
 
 
 async def test_cancelled_scope_waits_for_the_proof_and_then_lets_go() -> None:
-    """The engine cancels while a write is held up inside the transport: the block is left only when it has ended."""
+    """The engine cancels while the transport holds a write: the block is left only when the write has ended."""
     timeouts = Timeouts(drain_s=30.0, lease_s=2.0)
     async with deploy(timeouts=timeouts, limits=Limits(posts_per_peer=1)) as deployment:
         request = deployment.request(1, 8)
@@ -90,7 +90,7 @@ async def test_cancelled_scope_waits_for_the_proof_and_then_lets_go() -> None:
             await until(lambda: faults.posted)
             scope.cancel()
             await until(lambda: receiver.memory is Memory.DRAINING)
-            await until(lambda: has_failed(request, 0))  # so that it posts nothing more
+            await until(lambda: has_failed(request, 0))  # after this it posts nothing more
             await anyio.wait_all_tasks_blocked()
             assert not left.is_set()
             assert request.num_written() == 0
@@ -100,7 +100,7 @@ async def test_cancelled_scope_waits_for_the_proof_and_then_lets_go() -> None:
             assert receiver.memory is Memory.SAFE
         await undisturbed(deployment)
         assert failures["prefill/0"].reason is FailureReason.ABORTED
-        assert written == 4 * 192  # the one chunk that was posted; what was queued behind it never was
+        assert written == 4 * 192  # only the posted chunk; the queued ones were dropped
 
 
 async def test_one_prefill_rank_failing_fails_all_parties_at_once() -> None:
@@ -151,7 +151,7 @@ async def test_write_in_doubt_keeps_the_pages_in_quarantine() -> None:
 
 
 async def test_lost_notice_is_a_success_for_nobody() -> None:
-    """Every byte is written, but decode never hears of it: prefill must not call that delivered."""
+    """Every byte is written, but decode receives no notice: prefill must not report delivery."""
     async with deploy() as deployment:
         await undisturbed(deployment)  # the first handshake may take longer than this transfer may
         request = deployment.request(1, 8)
@@ -189,7 +189,7 @@ async def test_deadline_reaches_both_sides() -> None:
             deployment.faults[0].release()
         assert failure.reason is failures["prefill/0"].reason is FailureReason.DEADLINE
         await undisturbed(deployment)
-        await until(lambda: not deployment.decode[0].quarantined())  # its late end is the proof
+        await until(lambda: not deployment.decode[0].quarantined())  # the late end of the write is the proof
 
 
 async def test_late_proof_ends_the_quarantine() -> None:
@@ -220,7 +220,7 @@ async def test_room_can_be_used_again_at_once() -> None:
 
 
 async def test_retry_after_failure_is_another_transfer() -> None:
-    """The second try succeeds with the first one's room, and nothing of the first one counts for it."""
+    """The retry succeeds with the same room number, and nothing of the first transfer counts for it."""
     async with deploy(prefill_tp=2) as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan.append("fail")
@@ -280,7 +280,7 @@ async def test_pages_are_read_only_when_the_device_is_ready() -> None:
 
 
 async def test_a_transfer_is_entered_only_once() -> None:
-    """A second entry must neither repeat the first one's success nor leave the room granted."""
+    """A second entry must neither repeat the first success nor leave the room granted."""
     async with deploy() as deployment:
         request = deployment.request(1, 8)
         receiver = request.receiver()

@@ -1,4 +1,4 @@
-"""Pressure: who goes first when there is no credit, and who has to wait for whom."""
+"""Flow control: the order of rooms without credit, and which rooms wait for which."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +27,7 @@ NEVER_LIFTED = replace(PATIENT, ageing_s=3600.0)
 
 @pytest.mark.parametrize("num_rooms", [1, 20], ids=["of one room", "of many rooms"])
 async def test_urgent_room_overtakes_what_waits_for_credit(num_rooms: int) -> None:
-    """Twenty chunks of a low class wait behind a write that does not end; the urgent one comes last and goes next."""
+    """Twenty chunks of low priority wait behind a write that hangs; the urgent one comes last and is posted next."""
     async with deploy(limits=Limits(posts_per_peer=1), timeouts=NEVER_LIFTED) as deployment:
         (prefill,), (faults,) = deployment.prefill, deployment.faults
         lazy = [deployment.request(room, 21 // num_rooms) for room in range(num_rooms)]
@@ -64,7 +64,7 @@ async def test_credit_counts_descriptors_that_are_not_planned_yet() -> None:
 
 
 class Gate(MemoryBackend):
-    """Keeps what is posted to one instance until it is opened."""
+    """A transport that holds the posts to one instance until a test opens it."""
 
     def __init__(self, instance: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Gate(MemoryBackend):
 
 @dataclass
 class TwoInstances:
-    """One prefill rank and two decode instances; nothing that is posted to `slow` moves before the gate is opened."""
+    """One prefill rank and two decode instances; posts to `slow` wait until the gate is opened."""
 
     quick: Deployment
     slow: Deployment
@@ -98,7 +98,7 @@ class TwoInstances:
         return self.quick.prefill[0]
 
     async def send(self, request: Request) -> None:
-        """Send token by token; note why `chunk` failed."""
+        """Send token by token; record why `chunk` failed."""
         async with self.prefill.send(request.room) as sender:
             request.senders[0] = sender
             request.compute(0, request.num_tokens)
@@ -134,7 +134,7 @@ async def two_instances(limits: Limits) -> AsyncIterator[TwoInstances]:
 
 
 async def test_slow_decode_instance_does_not_hold_up_rooms_that_go_elsewhere() -> None:
-    """Its window and its queue are full and its engine waits; five rooms to the other one pass meanwhile."""
+    """Its window and queue are full, and its sender waits; five rooms to the other instance succeed meanwhile."""
     async with two_instances(Limits(posts_per_peer=2, queued_chunks=3)) as both:
         stuck = both.slow.request(1, 12)
         async with anyio.create_task_group() as tasks:
@@ -154,7 +154,7 @@ async def test_slow_decode_instance_does_not_hold_up_rooms_that_go_elsewhere() -
 
 
 async def test_engine_that_waits_for_room_hears_at_once_that_its_own_room_has_failed() -> None:
-    """What fills the queue belongs to another room and stays."""
+    """The chunks that fill the queue belong to another room and stay."""
     async with two_instances(Limits(posts_per_peer=1, queued_chunks=2)) as both:
         stuck, given_up = both.slow.request(1, 3), both.slow.request(2, 4)
         async with anyio.create_task_group() as tasks:

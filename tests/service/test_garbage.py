@@ -1,4 +1,4 @@
-"""A peer that speaks garbage is told so where that is possible, is counted, and disturbs nobody."""
+"""Peers that send garbage get an error where possible, are counted, and affect no other peer."""
 
 import socket
 import threading
@@ -60,7 +60,7 @@ def dealer(endpoint: str) -> Iterator[zmq.asyncio.Socket]:
 
 
 async def ask(endpoint: str, *messages: Message) -> Message:
-    """Send messages and give the first answer."""
+    """Send messages, and return the first answer."""
     with dealer(endpoint) as line:
         for message in messages:
             await line.send(encode(message))
@@ -138,7 +138,7 @@ async def test_hello_that_does_not_fit_is_refused(
 
 
 async def test_the_agent_of_a_living_rank_is_not_taken_over(deployment: Deployment) -> None:
-    """What is written for the newcomer would land at the other rank."""
+    """Writes to the new rank would land in the memory of the other one."""
     await deployment.request(1, 8).hand_over()
     async with unknown_peer_metadata() as metadata:
         hello = await a_hello(deployment, backend_metadata=metadata, agent=str(deployment.decode[0].me))
@@ -156,7 +156,7 @@ async def test_the_highest_version_in_common_is_spoken(deployment: Deployment) -
 
 @asynccontextmanager
 async def unknown_peer_metadata() -> AsyncIterator[bytes]:
-    """What the transport needs to write to the unknown peer, for as long as it is there."""
+    """Yield the transport metadata of the unknown peer, which exists within the block."""
     async with MemoryBackend() as backend:
         await backend.open(str(UNKNOWN), lambda _: None, lambda _: None)
         await backend.register(make_pool().layout)
@@ -164,7 +164,7 @@ async def unknown_peer_metadata() -> AsyncIterator[bytes]:
 
 
 async def a_hello(deployment: Deployment, **changes: object) -> Hello:
-    """The hello of a decode rank that fits, but for the changes."""
+    """Return the Hello of a compatible decode rank, with some changes."""
     prefill, pool = deployment.prefill[0], make_pool()
     (route,) = compile_routes({0: prefill.layout}, pool.layout, decode_rank=0)
     fields: dict[str, object] = {
@@ -182,7 +182,7 @@ async def a_hello(deployment: Deployment, **changes: object) -> Hello:
 
 
 async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> None:
-    """Everybody can write an in-band notice; only the token of the grant makes it count."""
+    """Any process can write an in-band notice; it counts only with the token of the grant."""
     request = deployment.request(1, 8)
     rogue = MemoryBackend()
     await rogue.open("rogue", lambda _: None, lambda _: None)
@@ -274,7 +274,7 @@ async def test_a_window_at_an_address_that_cannot_be_is_no_message(deployment: D
 
 
 async def test_a_hello_with_the_agent_of_its_reader_is_refused(deployment: Deployment) -> None:
-    """What it grants would be written to the pools of the prefill rank itself."""
+    """Writes for its grants would go to the pools of the prefill rank itself."""
     prefill = deployment.prefill[0]
     hello = await a_hello(deployment, agent=str(prefill.me), backend_metadata=prefill._backend.metadata())
     answer = await ask(prefill.endpoint, hello)

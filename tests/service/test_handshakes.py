@@ -1,4 +1,4 @@
-"""Handshakes during which prefill ranks leave, or are refused, at unusual moments."""
+"""Handshakes during which prefill ranks leave, or are refused, at unusual times."""
 
 import anyio
 import pytest
@@ -21,7 +21,7 @@ async def receive(decode: kvflow.DecodeRank, room: int) -> None:
 
 
 class Receiving:
-    """A receive that is under way, and how it ended."""
+    """A receive in a task, and its failure."""
 
     def __init__(self, decode: kvflow.DecodeRank, room: int) -> None:
         self._decode, self._room = decode, room
@@ -59,7 +59,7 @@ async def test_a_connected_rank_that_forgets_this_one_while_another_is_said_hell
         assert early.failure is not None
         assert early.failure.reason is FailureReason.UNREACHABLE
         assert "does not answer" in early.failure.detail
-        async with anyio.create_task_group() as answering:  # the handshake goes on, and is wanted again
+        async with anyio.create_task_group() as answering:  # the handshake continues, and is wanted again
             answering.start_soon(first.answer_hellos)
             answering.start_soon(second.answer_hellos)
             await until(lambda: decode.statistics().peers == 2)
@@ -70,7 +70,7 @@ async def test_a_connected_rank_that_forgets_this_one_while_another_is_said_hell
 
 
 async def test_a_refusal_of_what_was_said_before_is_no_answer_to_the_hello() -> None:
-    """The rank was cut off for so long that it has forgotten the decode rank, and its pings were on the line first."""
+    """After a long cut the prefill rank has forgotten the decode rank, whose pings arrive before the Hello."""
     timeouts = Timeouts(lease_s=0.6, drain_s=0.1)
     async with (
         kvflow.Registry() as registry,
@@ -95,7 +95,7 @@ async def test_a_refusal_of_what_was_said_before_is_no_answer_to_the_hello() -> 
 
 
 async def test_an_incarnation_that_ended_before_it_answered_gives_its_window_back() -> None:
-    """Its rank record stays in the registry until its lease ends."""
+    """Its record stays in the registry until its lease expires."""
     timeouts = Timeouts(handshake_s=0.3, drain_s=0.1)
     async with kvflow.Registry() as registry:
         async with FakePrefill(registry.endpoint) as prefill:
@@ -117,7 +117,7 @@ async def test_of_two_decode_processes_with_one_name_the_second_is_refused_until
             failure = await catch(lambda: receive(newcomer, 3))
             assert failure.reason is FailureReason.REFUSED
             assert f"another running process has the name decode/0: {known.me}" in failure.detail
-            await second.hand_over()  # the first one is not disturbed
+            await second.hand_over()  # the first one keeps working
             await deployment.close(known)
             await until(lambda: newcomer.statistics().peers == 1)
             async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Transports learn under which host peers reach their rank."""
+"""Transports receive the host under which peers reach their rank."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Attentive(MemoryBackend):
-    """Keeps what it is told."""
+    """A transport that records the hosts that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ async def test_of_a_decode_rank_without_a_registry_it_is_the_one_of_the_default_
     asked: list[str] = []
 
     async def towards(_: ZmqControl, endpoint: str) -> str | None:
-        """On a host that has a default route for IPv6 only."""
+        """Answer like a host with a default route for IPv6 only."""
         asked.append(endpoint)
         return "of the default route" if endpoint.startswith("tcp://[2001:db8:") else None
 
@@ -67,7 +67,7 @@ async def test_of_a_decode_rank_without_a_registry_it_is_the_one_of_the_default_
 
 
 async def test_of_a_decode_rank_it_is_the_one_on_the_way_to_the_registry() -> None:
-    """It opens no port of its own, so its settings name no host."""
+    """A decode rank opens no port of its own, and its settings name no host."""
     backend = Attentive()
     async with (
         kvflow.Registry() as registry,

@@ -1,4 +1,4 @@
-"""Processes that are killed, frozen or change their mind in the middle of a transfer, and those who live through it."""
+"""Processes that are killed, stopped or abort in the middle of a transfer, and their surviving peers."""
 
 import signal
 from contextlib import AsyncExitStack
@@ -16,10 +16,10 @@ from tests.support.slow import slow_except
 pytestmark = pytest.mark.anyio
 
 QUICK = {"sigkill-prefill", "abort-decode"}
-"""What is tried without the slow tests: a death and a change of mind."""
+"""Cases outside the slow tests: a kill and an abort."""
 
 ROUNDS = {"sigkill": 4, "sigstop": 2, "abort": 5}
-"""Four kills are one of each kind: at once or later, at the same address or another."""
+"""Rounds of each case. Four kills cover restarts at once or later, at the same address or another."""
 
 
 def run(case: str, engine: EngineOptions) -> FailureRow:
@@ -32,7 +32,7 @@ def run(case: str, engine: EngineOptions) -> FailureRow:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
-    """No process prints anything, and each that is not killed ends with code 0, or the measurement raises."""
+    """The measurement raises if a process prints errors, or exits with another code than 0 without a kill."""
     row = run(case, EngineOptions(lease_s=1.0))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)
@@ -44,7 +44,7 @@ def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", ["sigkill-prefill", "sigkill-decode", "sigstop-decode", "abort-prefill"])
 def test_survivor_of_a_transfer_over_mooncake_goes_on(case: str) -> None:
-    """Its engine may keep connections to the ended process for a while, but no pages."""
+    """Its engine may keep connections to the dead process for some time, but no pages."""
     row = run(case, EngineOptions(lease_s=1.0, backend="mooncake"))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)

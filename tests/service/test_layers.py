@@ -1,7 +1,7 @@
-"""Layer by layer: what is ready is on its way while the rest is computed, and nothing is read before it is ready.
+"""Layer-wise sending: layers are sent while others are computed, and no layer is read before it is ready.
 
-The device events of these tests compute what they stand for: the cells of a group of layers are there when their
-`synchronize` returns, and not before. So whatever arrives in full was read in time.
+The device events of these tests compute the layers that they stand for: the cells of a group of layers exist when
+`synchronize` returns, and not before. A complete transfer proves that no layer was read too early.
 """
 
 import threading
@@ -43,7 +43,7 @@ def value(tensor: str, layer: int, token: int, head: int) -> int:
 
 @dataclass
 class Device:
-    """Computes some layers of some tokens when it is waited for, once it may; or breaks."""
+    """A device event that computes some layers of some tokens in `synchronize`, once allowed; or raises."""
 
     pool: Pool
     layers: tuple[int, int]
@@ -111,7 +111,7 @@ class Instances:
         return self.decode[rank].receive(1, prefill="prefill", tokens=(0, NUM_TOKENS), pages=table((0, NUM_TOKENS)))
 
     async def send(self, rank: int, stops: tuple[int, ...]) -> None:
-        """Two chunks, each layer by layer."""
+        """Send two chunks, each layer by layer."""
         async with self.prefill[rank].send(1) as sender:
             source = self.sources[rank]
             await sender.chunk((0, 10), table((0, 10)), layers=groups(source, (0, 10), stops))

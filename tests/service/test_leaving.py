@@ -1,4 +1,4 @@
-"""Rooms that are left early, recordings of ranks in service, and what needs no event loop."""
+"""Rooms that are left early, recordings of ranks in service, and calls without an event loop."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from tests.support.instances import decode_config, deploy, make_pool
 
 pytestmark = pytest.mark.anyio
 
-# What is forgotten -------------------------------------------------------------------------------------------------
+# Missing calls -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_room_that_is_left_without_finish_says_so() -> None:
@@ -67,7 +67,7 @@ async def test_what_both_ranks_have_recorded_can_be_replayed(tmp_path: Path) -> 
 
 
 async def test_recording_is_complete_while_the_rank_is_open(tmp_path: Path) -> None:
-    """As it is read after the process was killed."""
+    """A recording must be readable after a kill of the process."""
     path = tmp_path / "decode"
     async with deploy(receiving={"record": path}) as deployment:
         handovers = await deployment.request(1, 8).hand_over()

@@ -1,4 +1,4 @@
-"""Ranks whose memory is in several places, through the whole service. Host memory stands for that of devices."""
+"""Ranks with memory in several locations, in the whole service. Host memory stands in for device memory."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 HOST, GPU, OTHER_GPU = Location("DRAM", 0), Location("VRAM", 1), Location("VRAM", 2)
 
 locations = st.permutations([HOST, GPU, OTHER_GPU]) | st.tuples(*[st.sampled_from([HOST, GPU])] * 3)
-"""Of the components of a rank, one after another."""
+"""Locations of the successive components of a rank."""
 
 
 def scatter(world: World, data: st.DataObject) -> None:
@@ -55,7 +55,7 @@ async def test_over_memory(world: World, post: int, stops: tuple[int, ...], data
 @settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts)
 async def test_what_is_all_in_one_place_is_packed_there(world: World, post: int) -> None:
-    """Also if the allocations say where that is, and not the layout."""
+    """This also holds if the allocations give the location, and not the layout."""
     for number, rank in enumerate((*world.prefill.values(), *world.decode.values())):
         rank.move(rank.memory.ctypes.data)
         rank.scatter([Location("DRAM", number)] * 3)
@@ -66,12 +66,12 @@ async def test_what_is_all_in_one_place_is_packed_there(world: World, post: int)
 
 
 class Calls(NamedTuple):
-    """What NIXL is asked for: of which kind it takes memory, and of which kind it is told that a write is.
+    """Calls of NIXL: registered memory and writes, with the memory kind of each.
 
     Attributes:
         registered: Address, length and device of each range, by kind.
-        written: Rows of each end of each write that was named by addresses, and its kind.
-        prepared: Rows of each list, and its kind.
+        written: Rows and kind of each end of each write by addresses.
+        prepared: Rows and kind of each prepared list.
     """
 
     registered: dict[str, list[tuple[int, int, int]]]
@@ -79,7 +79,7 @@ class Calls(NamedTuple):
     prepared: list[tuple[Any, str]]
 
     def check(self) -> None:
-        """Check that everything is of the kind as which it was registered, on the same device."""
+        """Check that all writes use memory with the kind and device with which it was registered."""
         for rows, kind in (*self.written, *self.prepared):
             for address, length, device, *_ in rows.tolist():
                 assert any(
@@ -90,7 +90,7 @@ class Calls(NamedTuple):
 
 @contextmanager
 def host_memory_of_any_kind() -> Iterator[Calls]:
-    """Let the library take all memory for host memory, and note what it was told."""
+    """Make NIXL treat all memory as host memory, and record the kinds that it was called with."""
     agent = load(None).nixl_agent
     calls = Calls({"DRAM": [], "VRAM": []}, [], [])
     register, describe, prepare = agent.register_memory, agent.get_xfer_descs, agent.prep_xfer_dlist
@@ -123,7 +123,7 @@ PLACES = {
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 async def test_last_chunk_is_a_write_for_each_location(places: tuple[list[Location], list[Location]]) -> None:
-    """Pages and window and state are sent together, where they may be sent together."""
+    """Pages, window and state in the same location share one write."""
     with host_memory_of_any_kind() as calls:
         async with bench("nixl", *places) as ranks, anyio.create_task_group() as tasks:
             tasks.start_soon(ranks.send, WANTED)
@@ -139,7 +139,7 @@ async def test_last_chunk_is_a_write_for_each_location(places: tuple[list[Locati
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers, data=st.data())
 async def test_over_nixl(world: World, post: int, stops: tuple[int, ...], data: st.DataObject) -> None:
-    """Each kind is registered by itself, and no write has two of them at one end."""
+    """Each kind is registered by itself, and no write mixes two kinds at one end."""
     scatter(world, data)
     with host_memory_of_any_kind() as calls:
         await transfer(world, "nixl", bytes_per_post=post, stops=stops)

@@ -1,4 +1,4 @@
-"""What a whole transfer prints: nothing, unless somebody wants to know or it failed."""
+"""Log lines of a whole transfer: none by default, unless it fails."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 async def transfer(*, fail: bool = False) -> None:
-    """One whole transfer over the memory backend, in two chunks."""
+    """Run one whole transfer over the memory backend, in two chunks."""
     async with deploy() as deployment:
         if fail:
             deployment.faults[0].plan.append("fail")
@@ -104,7 +104,7 @@ async def test_lines_below_one_transfer_say_which_delivery() -> None:
 
 @pytest.mark.anyio
 async def test_line_belongs_to_the_rank_that_wrote_it() -> None:
-    """What an event says about another instance must not hide whose line it is."""
+    """Fields about another instance must not replace the instance that wrote the line."""
     with printed("json", logging.DEBUG) as lines:
         await transfer()
     for event in ("receive_opened", "instance_found", "notice_delivered", "receive_finished"):

@@ -1,4 +1,4 @@
-"""What an engine must not do, and what a machine may run out of: it is said at once, and costs no more than it must."""
+"""Misuse by engines and shortage of resources: each raises at once, and affects no more than it has to."""
 
 import asyncio
 import threading
@@ -70,7 +70,7 @@ def test_what_is_no_layout_is_refused(make: Any, config: object, layout: object)
 
 
 async def elsewhere(act: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    """Do something on an event loop of another thread."""
+    """Run a coroutine function on an event loop of another thread."""
     await anyio.to_thread.run_sync(lambda: asyncio.run(act()))
 
 
@@ -122,7 +122,7 @@ async def test_a_transfer_is_used_on_its_own_event_loop_only() -> None:
 
 
 async def test_a_room_cannot_be_opened_from_within_a_callback() -> None:
-    """The core is in the middle of an event then; the call is refused, and the rank goes on."""
+    """The core is handling an event at that time: it refuses the call, and the rank keeps working."""
     async with deploy() as deployment:
         request, others = deployment.request(1, 8), []
         async with anyio.create_task_group() as tasks:
@@ -186,7 +186,7 @@ async def test_a_chunk_for_a_room_that_is_over_does_not_reach_the_next_transfer_
 
 
 class Pair:
-    """Both ranks for scheduler loops, with their writes under control."""
+    """Both blocking ranks, with control over their writes."""
 
     def __init__(self, prefill: blocking.PrefillRank, decode: blocking.DecodeRank, faults: FaultScript) -> None:
         self.prefill = prefill
@@ -240,7 +240,7 @@ def test_a_scheduler_hears_why_it_need_not_go_on() -> None:
 
 @asynccontextmanager
 async def without_threads(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """No thread can be started, and there is none to be had from before."""
+    """Let every start of a thread fail."""
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -283,7 +283,7 @@ async def test_what_threads_would_do_is_done_on_the_event_loop_if_there_are_none
 
 
 class Happened:
-    """A device event that has happened already."""
+    """A device event that has already completed."""
 
     def synchronize(self) -> None:
         return
@@ -360,7 +360,7 @@ async def idle(sender: kvflow.RoomSender) -> None:
 
 
 NOT_QUIET = (Memory.DRAINING, Memory.QUARANTINED)
-"""What pages are while a write hangs; the second after a while."""
+"""States of pages while a write hangs, in order."""
 
 
 async def test_a_failure_is_told_before_the_pages_are_quiet() -> None:
@@ -427,7 +427,7 @@ async def test_a_drain_is_polled_while_the_engine_goes_on_with_its_chunks(side: 
                 await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
                 await until(lambda: deployment.faults[0].posted)
                 rank.start_drain()
-                rank.start_drain()  # a second time does nothing
+                rank.start_drain()  # the second call does nothing
                 assert not rank.is_drained
                 await sender.finish((4, 8), request.src_pages(0, (4, 8)))
                 assert not rank.is_drained
@@ -451,11 +451,11 @@ def test_a_scheduler_goes_on_with_its_chunks_while_a_rank_drains(side: str) -> N
         assert rank.drain(0.0)
 
 
-# Rooms that nobody waits for ---------------------------------------------------------------------------------------
+# Rooms without a receiver ------------------------------------------------------------------------------------------
 
 
 async def test_a_room_whose_receive_was_given_up_before_it_was_opened_fails_at_once() -> None:
-    """Not after `grant_s`, for which this test would not wait."""
+    """The room does not wait for `grant_s`, which would exceed the time limit of this test."""
     async with deploy() as deployment:
         request = deployment.request(1, 8)
         async with request.receiver():

@@ -1,4 +1,4 @@
-"""Packed pieces, through the whole service: they arrive, and whatever goes wrong, pages and slots come back."""
+"""Packed pieces in the whole service: they arrive, and pages and slots are freed after every failure."""
 
 import functools
 import threading
@@ -31,7 +31,7 @@ from tests.support.worlds import World
 pytestmark = pytest.mark.anyio
 
 SLOT_BYTES = 1024
-"""A page takes 768."""
+"""Bytes of a slot; a page takes 768."""
 PAGE_PIECES = Limits(bytes_per_post=1)
 
 
@@ -47,7 +47,7 @@ async def packing(
     limits: Limits = PAGE_PIECES,
     digest_every: int = 0,
 ) -> AsyncIterator[Deployment]:
-    """Both instances, and every piece goes through a slot if there is one; a piece is a page."""
+    """Open both instances; each piece is a page, and is packed if there is a slot."""
     slot = {"staging_slot_bytes": SLOT_BYTES}
     sending = {"packing": "always", "staging_bytes": local_slots * SLOT_BYTES, **slot}
     receiving = {"staging_bytes": windows * slots * SLOT_BYTES, "staging_slots": slots, **slot}
@@ -68,14 +68,14 @@ def staging(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> StagingStatistics:
 
 
 def costly(overhead_s: float) -> MemoryBackend:
-    """A transport that takes so long for each descriptor."""
+    """Return a transport with this declared overhead for each descriptor."""
     backend = MemoryBackend()
     backend.capabilities = replace(MemoryBackend.capabilities, descriptor_overhead_s=overhead_s)
     return backend
 
 
 async def slots_are_back(deployment: Deployment) -> None:
-    """Wait until every slot can be used again."""
+    """Wait until all slots are free."""
     await deployment.settle()
     for rank in deployment.prefill:
         await until(functools.partial(_has_all_slots, rank))
@@ -121,7 +121,7 @@ async def test_any_layout_is_packed_over_mooncake(world: World, post: int) -> No
 @pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (3, 2)])
 async def test_pieces_wait_for_slots_and_all_arrive(backend: str, prefill_tp: int, decode_tp: int) -> None:
-    """Eight pages and a bit, from a prefix on, in chunks, through one slot of each window."""
+    """Send 34 tokens without a prefix of 3, in chunks, through one slot of each window."""
     async with packing(backend, prefill_tp=prefill_tp, decode_tp=decode_tp, slots=1, windows=8) as deployment:
         request = deployment.request(1, 34)
         await request.hand_over(chunk=9, start=3)
@@ -154,7 +154,7 @@ async def test_without_staging_memory_everything_goes_direct(side: str) -> None:
 
 
 async def test_a_piece_that_is_larger_than_a_slot_goes_direct() -> None:
-    """A token takes 192 bytes, all layers, tensors and heads of it; pages are cut down to that, and no further."""
+    """A token takes 192 bytes over all layers, tensors and heads; pages are split into tokens, but no further."""
     for slot_bytes, expected in [(768, 3), (400, 5), (192, 10), (191, 0)]:
         slot = {"staging_bytes": 1024, "staging_slot_bytes": slot_bytes}
         async with deploy(sending={"packing": "always", **slot}, receiving={"staging_slots": 1, **slot}) as deployment:
@@ -167,7 +167,7 @@ async def test_a_piece_that_is_larger_than_a_slot_goes_direct() -> None:
 
 
 async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never() -> None:
-    """By what the transport says a descriptor costs."""
+    """The transport's `descriptor_overhead_s` decides."""
 
     class Costly(MemoryBackend):
         capabilities = kvflow.backends.base.Capabilities(
@@ -192,7 +192,7 @@ async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never
 async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_gives_its_slots_back(
     gathered_inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its descriptors were expected to cost more than packing it; in fact there is one for each layer and tensor."""
+    """The estimate of its descriptors exceeds the cost of packing; in fact there is one for each layer and tensor."""
     outlined: list[str] = []
 
     def noted(*args: object, **options: object) -> ExtentPlan:
@@ -224,7 +224,7 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
 
 
 async def test_a_large_chunk_whose_pages_follow_each_other_is_not_cut_into_slots() -> None:
-    """Descriptors are as long as the runs are, on whichever side these are shorter."""
+    """Descriptors are as long as the shorter of the runs on both sides."""
     together, apart = list(range(20)), list(range(60, 20, -2))
     slot = {"staging_slot_bytes": SLOT_BYTES, "staging_bytes": 8 * SLOT_BYTES}
     async with deploy(prefill_tp=0, receiving={**slot, "staging_slots": 2}) as deployment, AsyncExitStack() as stack:
@@ -335,7 +335,7 @@ async def test_a_slot_in_doubt_is_never_used_again_and_without_slots_pieces_go_d
         request = deployment.request(1, 4)
         failure = await receive_failure(request)
         assert failure.reason is FailureReason.WRITE_FAILED
-        await until(lambda: staging(deployment.prefill[0]).slots_lost == 2)  # the one here and the one there
+        await until(lambda: staging(deployment.prefill[0]).slots_lost == 2)  # one on each side
         another = deployment.request(2, 8)
         await another.hand_over()
         another.assert_arrived()
@@ -354,7 +354,7 @@ async def test_a_damaged_payload_is_found_by_digests() -> None:
 
 
 class SlowScatter:
-    """Lets worker threads scatter when the test says so."""
+    """A patch that holds worker threads back before they scatter."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_begun = 0
@@ -408,7 +408,7 @@ async def test_closing_a_rank_waits_for_who_scatters_into_its_memory(monkeypatch
 
 
 async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own() -> None:
-    """The first one's comes back when it is proved that it has ended, as this transport allows."""
+    """The first incarnation's window is freed once its end is proved, which this transport allows."""
     async with packing(windows=2) as deployment, AsyncExitStack() as stack:
         await undisturbed(deployment)
         decode = deployment.decode[0]
@@ -416,7 +416,9 @@ async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own()
         (first,) = deployment.prefill
         bind = first.endpoint
         await deployment.close(first)
-        await until(lambda: not decode.statistics().peers)  # else the next room is granted to the first one
+        await until(
+            lambda: not decode.statistics().peers
+        )  # otherwise the next room would be granted to the first incarnation
         config = prefill_config(
             deployment.registry.endpoint, bind=bind, packing="always", staging_slot_bytes=SLOT_BYTES, limits=PAGE_PIECES
         )

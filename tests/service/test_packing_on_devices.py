@@ -1,7 +1,7 @@
-"""Packed pieces of device tensors, through the whole service.
+"""Packed pieces of device tensors in the whole service.
 
-The processor is a device of torch, too: it runs the code that a GPU runs, on memory that ranks are told is a device's.
-Where there is a GPU, the same is done on it.
+The CPU is a torch device, too: it runs the code for GPUs on memory that the layout declares as device memory. The tests
+also run on a GPU where there is one.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ CPU = torch.device("cpu")
 Kinds = tuple[MemoryKind, MemoryKind]
 
 kinds = st.sampled_from([("VRAM", "VRAM"), ("VRAM", "DRAM"), ("DRAM", "VRAM")])
-"""Of the memory of the prefill ranks, and of the decode ranks."""
+"""Memory kinds of the prefill ranks and of the decode ranks."""
 
 
 class Copies:
-    """What copiers of devices did: which way, and in which thread."""
+    """Record of the copies of device copiers: direction and thread."""
 
     def __init__(self) -> None:
         self.ways: list[bool] = []
@@ -59,7 +59,7 @@ class Copies:
 
 @contextmanager
 def processor_as_device() -> Iterator[Copies]:
-    """Let the memory transport take device memory, and let the processor be the device that it belongs to."""
+    """Make the memory transport accept device memory, with the CPU as its device."""
     copies = Copies()
     copy = DeviceCopier.copy
     both: frozenset[MemoryKind] = frozenset({"DRAM", "VRAM"})
@@ -124,14 +124,14 @@ async def test_any_layout_is_packed_on_a_gpu(world: World, of: Kinds, post: int)
 
 
 STAGING = {"staging_bytes": 2**23, "staging_slot_bytes": 2**16}
-"""Asked for: device memory is not taken by itself."""
+"""Explicit staging: kvflow takes no device memory by default."""
 SENDING = {**STAGING, "packing": "always"}
 RECEIVING = {**STAGING, "staging_slots": 4}
 
 
 @pytest.fixture
 def device_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pool that a deployment makes is said to be device memory."""
+    """Declare the memory of every pool of a deployment as device memory."""
     make_pool = instances.make_pool
 
     def on_device(tp_size: int = 1, tp_rank: int = 0) -> Pool:

@@ -1,4 +1,4 @@
-"""Peers that die, and come back as somebody else with the same name."""
+"""Peers that die, and are replaced by another incarnation of the same name."""
 
 import signal
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("is_port_fixed", [False, True], ids=["any port", "same port"])
 async def test_killed_prefill_is_noticed_and_its_successor_is_connected(is_port_fixed: bool) -> None:
-    """The registry still has the dead incarnation at the second request; both incarnations may share an address."""
+    """The registry still lists the dead incarnation at the second request; both may have the same address."""
     port = unused_port() if is_port_fixed else 0
     pool = make_pool()
     async with kvflow.Registry() as registry:

@@ -1,4 +1,4 @@
-"""Pages in quarantine as engines and operators see them; peers that fail again and again, or are gone for good."""
+"""Quarantined pages as engines and operators see them; peers that fail repeatedly, or have died."""
 
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -45,7 +45,7 @@ QUICK_DRAIN = Timeouts(drain_s=0.1, lease_s=2.0)
 def watch_core(
     monkeypatch: pytest.MonkeyPatch, core: type[PrefillCore | DecodeCore], is_meant: Callable[[object], bool]
 ) -> list[object]:
-    """The events from now on that a test waits for."""
+    """Return a list that collects the matching events from now on."""
     seen: list[object] = []
     handle: Callable[..., Any] = core.handle
 
@@ -67,7 +67,7 @@ def is_answered_probe(event: object) -> bool:
 
 
 async def doubt(deployment: Deployment, room: int, num_tokens: int = 8) -> Request:
-    """A transfer of which nobody can tell whether its write has ended."""
+    """Run a transfer whose write ends in doubt."""
     request = deployment.request(room, num_tokens)
     deployment.faults[0].plan.append("doubt")
     async with anyio.create_task_group() as tasks:
@@ -77,7 +77,7 @@ async def doubt(deployment: Deployment, room: int, num_tokens: int = 8) -> Reque
 
 
 async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() -> None:
-    """Each transfer holds two pages of four tokens on either side."""
+    """Each transfer holds two pages of four tokens on each side."""
     async with deploy(timeouts=QUICK_DRAIN, limits=Limits(quarantined_pages=4)) as deployment:
         prefill, decode = deployment.prefill[0], deployment.decode[0]
         for room in (1, 2):
@@ -108,7 +108,7 @@ async def test_a_record_says_what_an_operator_has_to_know() -> None:
 
 
 async def check_records(deployment: Deployment, lines: Lines) -> None:
-    """On both sides, of one transfer in doubt."""
+    """Check the records of one transfer in doubt on both sides."""
     request = await doubt(deployment, 1)
     prefill, decode = deployment.prefill[0], deployment.decode[0]
     await anyio.sleep(0.01)
@@ -216,7 +216,7 @@ async def test_releasing_source_pages_proves_nothing_to_the_decode_rank(monkeypa
                 await until(lambda: faults.posted)
         prefill.release(prefill.quarantined()[0])
         cancels = watch_core(monkeypatch, PrefillCore, is_cancel)
-        await until(lambda: len(cancels) >= 2)  # the decode rank asks again, and would not if it was answered
+        await until(lambda: len(cancels) >= 2)  # the decode rank retransmits, which an answer would prevent
         assert [record.room for record in decode.quarantined()] == [receiver.room]
         faults.release()
         await until(lambda: receiver.memory is Memory.SAFE)
@@ -225,7 +225,7 @@ async def test_releasing_source_pages_proves_nothing_to_the_decode_rank(monkeypa
 
 
 async def test_the_end_of_a_write_in_doubt_frees_both_sides() -> None:
-    """Closing the prefill rank fences its transport."""
+    """Closing the prefill rank fences its transport, which ends the write for certain."""
     async with deploy(timeouts=QUICK_DRAIN) as deployment:
         await doubt(deployment, 1)
         await deployment.close(deployment.prefill[0])
@@ -249,7 +249,7 @@ async def test_what_is_in_quarantine_when_its_rank_is_closed_can_still_be_releas
 
 
 async def try_once(decode: kvflow.DecodeRank) -> FailureReason | None:
-    """Receive a room; say why it failed, if it did."""
+    """Receive a room; return the reason if it failed."""
     try:
         async with decode.receive(1, prefill="prefill", tokens=(0, 4), pages={"kv": [1]}) as receiver:
             await receiver.done()
@@ -270,7 +270,7 @@ async def test_an_instance_that_never_answers_is_avoided_and_heals() -> None:
         async with kvflow.PrefillRank(prefill_config(registry.endpoint), source.layout) as prefill:
 
             async def send() -> None:
-                """Until a receive takes it: the decode rank declines what it does not try."""
+                """Retry until a receive accepts the room: the decode rank declines rooms that it does not try."""
                 with suppress(TransferFailed):
                     async with prefill.send(1) as sender:
                         await sender.finish((0, 4), {"kv": [1]})
@@ -289,7 +289,7 @@ async def test_an_instance_that_never_answers_is_avoided_and_heals() -> None:
 async def test_a_decode_rank_to_which_writes_fail_connects_again_and_the_next_transfer_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "SAME_CAUSE_S", 0.0)  # each failure counts, however soon it follows the one before
+    monkeypatch.setattr(peers, "SAME_CAUSE_S", 0.0)  # each failure counts, however soon it follows another
     async with deploy(timeouts=Timeouts(lease_s=2.0, drain_s=0.5)) as deployment:
         prefill, decode = deployment.prefill[0], deployment.decode[0]
         for room in (1, 2, 3):
@@ -298,14 +298,14 @@ async def test_a_decode_rank_to_which_writes_fail_connects_again_and_the_next_tr
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(catch, request.send)
                 tasks.start_soon(catch, request.receive)
-        await until(lambda: num_hellos(prefill) == 2)  # it connects anew by itself
+        await until(lambda: num_hellos(prefill) == 2)  # it reconnects by itself
         await undisturbed(deployment)
         assert (prefill.statistics().peers, decode.statistics().peers) == (1, 1)
         assert num_hellos(prefill) == 2
 
 
 def num_hellos(prefill: kvflow.PrefillRank) -> int:
-    """How many handshakes it has taken part in."""
+    """Return the number of handshakes of a prefill rank."""
     return prefill.statistics().times.stages[Stage.BOOTSTRAP].count
 
 
@@ -321,7 +321,7 @@ async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
 
 
 def has_bytes(decode: kvflow.DecodeRank) -> bool:
-    """Something that the prefill process has sent is in the pages."""
+    """Return whether bytes from the prefill process are in the pages."""
     region = decode.layout.components[0].regions[0]
     return bool((decode._backend.view(MemoryRange(region.address, region.span)) == FILL).any())
 
@@ -329,7 +329,7 @@ def has_bytes(decode: kvflow.DecodeRank) -> bool:
 async def stop_in_the_middle(
     decode: kvflow.DecodeRank, prefill: ChildProcess, how: signal.Signals
 ) -> kvflow.RoomReceiver:
-    """Stop a prefill process when a part of room 1 has arrived; give the receiver once it has failed."""
+    """Stop a prefill process when a part of room 1 has arrived; return the receiver once it has failed."""
     receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
 
     async def receive() -> None:
@@ -360,7 +360,7 @@ async def test_death_of_a_prefill_process_ends_the_quarantine_without_a_new_room
 
 
 async def test_a_process_that_hangs_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port answers: its host does that. Only when it is killed the pages are free."""
+    """The host accepts connections to its port. The pages become safe only when the process is killed."""
     async with (
         kvflow.Registry() as registry,
         decode_rank(registry.endpoint) as decode,

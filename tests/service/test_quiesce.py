@@ -1,4 +1,4 @@
-"""An engine preempts a request: it takes the source pages back, overwrites them, and goes on from others."""
+"""Preemption of a request: the engine takes the source pages back, overwrites them, and continues from others."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.anyio
 
 NUM_TOKENS = 40
 FIRST = list(range(10))
-"""Pages in which the tokens are computed first."""
+"""Pages of the first computation."""
 SECOND = list(range(30, 40))
-"""Pages in which they are computed again."""
+"""Pages of the recomputation."""
 TARGET = list(range(50, 60))
 OVERWRITTEN = 0xDD
 SLOWLY = Limits(bytes_per_post=1, posts_per_peer=1)
-"""A page at a time."""
+"""One page at a time."""
 FULL = Limits(bytes_per_post=1, posts_per_peer=1, queued_chunks=1)
 
 
@@ -87,7 +87,7 @@ async def receiving(ranks: Deployment) -> AsyncIterator[kvflow.RoomReceiver]:
 
 
 async def go_on(sender: kvflow.RoomSender, pool: Pool, start: int | None) -> None:
-    """Overwrite the pages that were taken back, compute everything in others, and offer what is missing."""
+    """Overwrite the pages that were taken back, compute everything in others, and send the missing tokens."""
     assert start is not None
     overwrite(pool, FIRST)
     compute(pool, SECOND)
@@ -234,7 +234,7 @@ async def test_misuse_is_told() -> None:
 
 @pytest.mark.timeout(60)
 async def test_another_process_reads_nothing_that_came_after() -> None:
-    """Over NIXL, with writes under way: the pages are overwritten the moment that they are said to be quiet."""
+    """Over NIXL, with posts in flight, the process overwrites the pages as soon as `quiesce` returns."""
     target = make_pool()
     whole = list(range(MANY_PAGES))
     async with (

@@ -1,4 +1,4 @@
-"""What ranks record of themselves is decided in the same way again."""
+"""Replays of recordings of real ranks, which must make the same decisions."""
 
 import signal
 from collections import Counter
@@ -26,13 +26,13 @@ from tests.support.prefill_process import FILL
 from tests.support.waiting import until
 
 SLOTS = {"staging_slot_bytes": 1024, "staging_bytes": 8 * 1024}
-"""A page takes 768."""
+"""Slots of 1024 bytes; a page takes 768."""
 
 PATIENT_LEASE = Timeouts(lease_s=1.0, drain_s=0.3)
 
 
 def frames(data: bytes) -> list[bytes]:
-    """The frames of a recording that are whole."""
+    """Return the complete frames of a recording."""
     found, at = [], 0
     while at + LENGTH_BYTES <= len(data):
         end = at + LENGTH_BYTES + int.from_bytes(data[at : at + LENGTH_BYTES], "little")
@@ -44,12 +44,12 @@ def frames(data: bytes) -> list[bytes]:
 
 
 def kinds_of(path: Path) -> Counter[str]:
-    """How often each kind of event is in a recording."""
+    """Count the events of a recording by kind."""
     return Counter(msgspec.msgpack.decode(frame[LENGTH_BYTES:])[1] for frame in frames(path.read_bytes())[1:])
 
 
 def replayed(path: Path) -> Replay:
-    """Replay a recording, which must give the same again, for every event."""
+    """Replay a recording, and check that it gives the same effects for every event."""
     with path.open("rb") as file:
         result = replay(file)
     assert result.difference is None
@@ -84,7 +84,7 @@ async def test_two_processes_with_packing_cancels_and_a_death(tmp_path: Path) ->
     assert replayed(follower).role == "prefill"
     assert kinds_of(follower)["TransportClosed"] == 1
     assert replayed(killed).role == "prefill"
-    assert kinds_of(killed)["SendOpened"] == 27  # the last one just before the process was killed
+    assert kinds_of(killed)["SendOpened"] == 27  # the last one just before the kill
     assert kinds_of(killed)["TransportClosed"] == 0
 
 
@@ -108,7 +108,7 @@ async def give_up_on_prefill(decode: kvflow.DecodeRank, prefill: ChildProcess, r
 
 
 async def die(decode: kvflow.DecodeRank, pool: Pool, prefill: ChildProcess, room: int) -> None:
-    """Kill the prefill process when some of the room has arrived."""
+    """Kill the prefill process when a part of the room has arrived."""
     for buffer in pool.buffers:
         buffer[:] = UNTOUCHED
     async with anyio.create_task_group() as tasks:
@@ -123,7 +123,7 @@ async def die(decode: kvflow.DecodeRank, pool: Pool, prefill: ChildProcess, room
 
 
 async def record_both(folder: Path) -> None:
-    """Record packed pieces, both sides giving up, a write that fails, and closing."""
+    """Record packed pieces, aborts of both sides, a failed write, and closing."""
     async with deploy(
         limits=Limits(bytes_per_post=1),
         sending={"packing": "always", "record": folder / "prefill", **SLOTS},
@@ -144,7 +144,7 @@ async def record_both(folder: Path) -> None:
 
 
 async def leave_in_the_middle(deployment: Deployment, room: int, side: str) -> None:
-    """Cancel one side while a write is under way."""
+    """Cancel one side with a post in flight."""
     request, (faults,) = deployment.request(room, 10), deployment.faults
     scopes = {"prefill": anyio.CancelScope(), "decode": anyio.CancelScope()}
     faults.hold()
@@ -165,7 +165,7 @@ async def run_within(scope: anyio.CancelScope, act: Callable[[], Awaitable[objec
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the recordings `prefill` and `decode`."""
+    """Folder with the recordings `prefill` and `decode`."""
     folder = tmp_path_factory.mktemp("recordings")
     anyio.run(record_both, folder)
     return folder
@@ -200,7 +200,7 @@ def test_a_recording_that_is_cut_off_is_replayed_as_far_as_it_goes(recordings: P
 
 
 def rewritten(path: Path, folder: Path, number: int, entry: dict[int, object]) -> Path:
-    """A copy of a recording in which fields of one event's entry are others."""
+    """Return a copy of a recording with changed fields in one event's entry."""
     every = frames(path.read_bytes())
     fields = msgspec.msgpack.decode(every[number + 1][LENGTH_BYTES:])
     for at, value in entry.items():

@@ -24,12 +24,12 @@ pytestmark = pytest.mark.anyio
 TOKENS = (0, 32)
 NUM_PAGES = 8
 PIECES = Limits(bytes_per_post=1)
-"""A page to a piece, so that several are under way both ways."""
+"""Limits that make each page a piece, for several pieces in flight in both directions."""
 
 
 @dataclass
 class Worker:
-    """A process, as far as kvflow sees it: one pool, one endpoint, both roles."""
+    """The equivalent of a process: one pool, one endpoint, both roles."""
 
     name: str
     registry: str
@@ -94,7 +94,7 @@ def pages_from(first: int) -> list[int]:
 
 
 async def hand_over(room: int, source: Worker, target: Worker, first: int, to: int, value: int) -> None:
-    """Send what lies in pages of one worker to pages of another, or to others of its own."""
+    """Send pages of one worker to pages of another worker, or to others of its own."""
     write(source.pool, pages_from(first), value)
 
     async def send() -> None:
@@ -117,9 +117,9 @@ async def test_bytes_go_both_ways_at_once_and_a_second_turn_comes_back(backend: 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hand_over, 1, one, other, 0, 40, 1)
             tasks.start_soon(hand_over, 2, other, one, 0, 40, 60)
-        # what decode has goes back to where it came from, with the tokens of the next turn
+        # decode's pages go back to their source, with the tokens of the next turn
         await hand_over(3, other, one, 40, 20, 100)
-        # and from the one role to the other within a process
+        # from one role to the other within a process
         await hand_over(4, one, one, 20, 50, 120)
         assert one.prefill.statistics().anomalies == one.decode.statistics().anomalies == {}
         names = [thread.name for thread in threading.enumerate()]
@@ -130,7 +130,7 @@ async def test_bytes_go_both_ways_at_once_and_a_second_turn_comes_back(backend: 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("staging_bytes", [0, 2**25])
 async def test_a_role_is_left_and_taken_up_while_the_other_one_goes_on(backend: str, staging_bytes: int) -> None:
-    """With staging memory each decode rank brings some more, of which its peers must learn."""
+    """With staging memory, each decode rank registers more memory, which its peers must learn about."""
     async with workers(backend, "one", "other") as (one, other), AsyncExitStack() as stack:
         await hand_over(1, one, other, 0, 40, 1)
         await other.decode.__aexit__(None, None, None)
@@ -161,14 +161,14 @@ def agent_of(worker: Worker) -> str | None:
 
 
 async def hand_back(worker: Worker) -> None:
-    """The endpoint still works."""
+    """Check that the endpoint still works, with a transfer from a worker to itself."""
     async with worker.new_prefill() as prefill:
         worker.prefill = prefill
         await hand_over(1, worker, worker, 0, 20, 7)
 
 
 async def test_what_has_not_ended_proves_nothing_while_the_agent_lives() -> None:
-    """A prefill rank leaves in the middle of its writes, which the agent goes on with."""
+    """A prefill rank closes in the middle of its writes, which the agent continues."""
     faults = FaultScript()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         one = a_worker("one", registry.endpoint, "memory", {"faults": faults})
@@ -195,7 +195,7 @@ async def test_what_has_not_ended_proves_nothing_while_the_agent_lives() -> None
 
 
 async def test_an_agent_is_not_taken_from_another_rank() -> None:
-    """A rank that claims the agent of another one must know its memory, or writes would go to the wrong place."""
+    """A rank that claims another rank's agent must know its memory; otherwise writes would go to the wrong place."""
     async with workers("memory", "one", "other") as (one, other):
         await hand_over(1, one, other, 0, 40, 1)
         agents = one.prefill._submit._agents

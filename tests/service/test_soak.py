@@ -17,18 +17,18 @@ pytestmark = pytest.mark.anyio
 WARM_UP = 50
 TRANSFERS = 1_000
 ROOM_FOR_ALLOCATOR_KIB = 4_096
-"""What the allocator may keep or give back between two looks; 1,000 leaks of 4 KiB would show."""
+"""Tolerance for the allocator between two measurements; 1,000 leaks of 4 KiB would reach it."""
 
 REMEMBERED = ("_Ended", "ClosedGeneration")
-"""What has ended is remembered up to a bound, so these types may grow."""
+"""Types that may grow: a bounded number of ended transfers is remembered."""
 
 SWEPT_LATE = 200
-"""Objects of a type that may wait to be swept (cleared deadlines); one leak for each transfer is far more."""
+"""Objects of a type that may wait to be swept (cleared deadlines); one leak per transfer is far more."""
 
 
 @dataclass
 class Census:
-    """What a leak would show in."""
+    """Counts in which a leak would show."""
 
     descriptors: int
     threads: list[str]

@@ -1,4 +1,4 @@
-"""Deployments without a registry: instances that answer for themselves, found by address or by ticket."""
+"""Deployments without a registry: instances answer lookups themselves, by address or by ticket."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -34,7 +34,7 @@ Prefill = str | Endpoint | Mapping[str, object]
 
 @asynccontextmanager
 async def prefill_ranks(num_ranks: int = 1, **settings: object) -> AsyncIterator[list[kvflow.PrefillRank]]:
-    """An instance whose first rank answers for the others."""
+    """Open an instance whose first rank answers lookups for all."""
     async with AsyncExitStack() as stack:
         ranks: list[kvflow.PrefillRank] = []
         for number in range(num_ranks):

@@ -1,4 +1,4 @@
-"""Whole transfers: every byte in its place, whatever the split, the order and the chunks."""
+"""Whole transfers: every byte arrives in its place with any split, order and chunks."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ async def test_any_tensor_parallel_size_to_any(backend: str, prefill_tp: int, de
         request = deployment.request(9, 21)
         handovers = await request.hand_over(chunk=8)
         request.assert_arrived()
-        heads_held = max(NUM_HEADS, decode_tp)  # beyond one rank a head, heads are replicated
+        heads_held = max(NUM_HEADS, decode_tp)  # with more ranks than heads, heads are replicated
         assert sum(handover.num_bytes for handover in handovers) == 21 * BYTES_PER_TOKEN * heads_held // NUM_HEADS
 
 
@@ -127,7 +127,7 @@ async def test_many_transfers_share_the_ranks(backend: str) -> None:
 
 
 async def test_nothing_waits_for_another_transfer_to_end() -> None:
-    """Writes are held back inside the transport; every transfer posts nevertheless, up to the credit."""
+    """While the transport holds writes, every transfer still posts, up to the credit."""
     async with deploy(limits=Limits(posts_per_peer=10)) as deployment:
         requests = [deployment.request(room, 8) for room in range(10)]
         (faults,) = deployment.faults
@@ -160,7 +160,7 @@ async def test_credit_bounds_what_is_posted() -> None:
 
 
 async def test_a_full_queue_holds_the_engine_back() -> None:
-    """With writes held, `chunk` waits once the queue is full, and goes on when it drains."""
+    """With writes held, `chunk` waits once the queue is full, and continues when it drains."""
     async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
         request = deployment.request(1, 40)
         (faults,) = deployment.faults
@@ -189,7 +189,7 @@ async def test_a_full_queue_holds_the_engine_back() -> None:
 
 
 async def test_every_engine_that_waits_for_room_goes_on() -> None:
-    """More rooms than the queue takes wait at once; each of them is woken."""
+    """More rooms wait than fit into the queue, and each of them is woken."""
     async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
         requests = [deployment.request(room, 12) for room in range(8)]
         async with anyio.create_task_group() as tasks:
@@ -223,7 +223,7 @@ async def test_chunk_that_is_cancelled_while_it_waits_was_not_offered() -> None:
 
 
 class NarrowBackend(MemoryBackend):
-    """Takes short descriptors only, so that no page can be a block."""
+    """A transport with a descriptor limit below a page, which rules out blocks."""
 
     capabilities = replace(MemoryBackend.capabilities, max_descriptor_bytes=100, prepared_lists=True)
 

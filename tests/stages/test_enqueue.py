@@ -1,4 +1,4 @@
-"""Rooms that wait in line for capacity, and chunks that wait for a device."""
+"""Rooms that queue for capacity, and chunks that wait for a device."""
 
 import asyncio
 import threading
@@ -36,13 +36,13 @@ A, B, C = (peer("decode", rank) for rank in range(3))
 
 
 class Line:
-    """A line, the capacity that it asks for, and who has gone.
+    """A line, the capacity behind it, and the rooms that passed it.
 
     Attributes:
-        rooms: The decode ranks of each room.
-        capacity: How many chunks each decode rank still takes.
+        rooms: Decode ranks of each room.
+        capacity: Number of chunks that each decode rank still accepts.
         gone: Rooms that had their turn, in order.
-        asked: Rooms whose decode ranks were asked for, in order.
+        asked: Rooms whose decode ranks the line has queried, in order.
     """
 
     def __init__(self, rooms: dict[RoomId, list[PeerId]], **capacity: int) -> None:
@@ -60,7 +60,7 @@ class Line:
         return all(self.capacity[one] for one in self.rooms[room])
 
     async def offer(self, room: RoomId) -> None:
-        """Do what an engine's chunk does."""
+        """Offer a chunk as an engine does: wait in line if necessary."""
         if not self.line.is_open(room):
             await self.line.wait(room)
         self._go(room)
@@ -72,13 +72,13 @@ class Line:
             self.capacity[one] -= 1
 
     async def begin(self, tasks: TaskGroup, *rooms: RoomId) -> None:
-        """Let rooms offer a chunk, one after another, as far as they can."""
+        """Let rooms offer a chunk each, in this order, until they block."""
         for room in rooms:
             tasks.start_soon(self.offer, room)
             await anyio.wait_all_tasks_blocked()
 
     async def free(self, *peers: PeerId) -> None:
-        """Let decode ranks take one more chunk each."""
+        """Let each decode rank accept one more chunk."""
         for one in peers:
             self.capacity[one] += 1
         self.line.admit()
@@ -227,7 +227,7 @@ async def test_who_asks_for_a_waiting_room_meanwhile_is_kept_for_it() -> None:
 
 
 class Device:
-    """A device event that happens when the test says so, well or badly."""
+    """A device event that a test completes, with or without an error."""
 
     def __init__(self) -> None:
         self._happened = threading.Event()
@@ -246,7 +246,7 @@ class Device:
 
 
 class Bench:
-    """Waits for devices, and what the core would be told of them."""
+    """Waits for devices, and the resulting events for the core."""
 
     def __init__(self, tasks: TaskGroup, **ports: Any) -> None:
         self.events: list[PrefillEvent] = []
@@ -270,7 +270,7 @@ class Bench:
         self._waits = DeviceWaits(context)
 
     def wait(self, seq: int = 0) -> Device:
-        """Let a piece wait for a device of its own."""
+        """Start the wait of a piece for its own device event."""
         self.devices.append(Device())
         self._waits.start(AwaitData(DeliveryId(1, DECODE, 1), seq, self.devices[-1]))
         return self.devices[-1]
@@ -319,7 +319,7 @@ async def test_a_device_that_fails_fails_its_piece_only() -> None:
 
 
 async def test_without_a_thread_a_device_is_not_waited_for_on_the_event_loop() -> None:
-    """It might be waiting for something that the event loop has yet to do."""
+    """The device might depend on work that the event loop has yet to do."""
 
     async def no_thread(_: Callable[[], object]) -> None:
         raise ThreadShortage("cannot start a thread")

@@ -1,4 +1,4 @@
-"""Where pieces are planned, what that costs, and that nothing is kept for a delivery that has ended."""
+"""Planning of pieces: thread, cost, and no leftovers of an ended delivery."""
 
 import threading
 from typing import Any
@@ -27,7 +27,7 @@ from tests.support.worlds import Rank, World, worlds
 
 
 class Planned:
-    """Which pieces were planned, and in which threads."""
+    """Record of the planned pieces and the planning threads."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.works: list[PlanWork] = []
@@ -70,7 +70,7 @@ async def test_plans_with_digests_are_made_beside_the_event_loop(monkeypatch: py
 
 
 def piece_of(link: Link, world: World) -> Piece:
-    """All of what goes over a link, as one piece."""
+    """Return everything that goes over a link as one piece."""
     route, bound, source, target = link
     ranges = {name: world.wanted[name] for name in bound.expected}
     policy = split_policy_for(bound, source.layout, target.layout, 2**30)
@@ -110,7 +110,7 @@ def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, ma
 
 
 class Gate:
-    """A device event that happens when the test says so."""
+    """A device event that a test completes."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

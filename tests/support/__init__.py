@@ -1,1 +1,1 @@
-"""What several tests use: pools on real memory, a slow oracle, instances of ranks."""
+"""Shared helpers of the tests: pools on real memory, a slow oracle, instances of ranks."""

@@ -1,4 +1,4 @@
-"""Cores without a shell: events in, effects out. Each driver says what a shell and the peers would say."""
+"""Drivers for cores without a shell: events in, effects out. A driver plays the shell and the peers of its core."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -94,12 +94,12 @@ ABORTED = abort_failure()
 
 
 def connection_of(sender: PeerId, number: int = 0) -> bytes:
-    """Name of a connection from a decode rank; it may have several, one after another."""
+    """Return the name of a connection from a decode rank; successive connections have different numbers."""
     return f"{sender.rank.instance}/{sender.rank.engine_rank}/{sender.incarnation}/{number}".encode()
 
 
 def peer_of(connection: bytes) -> PeerId:
-    """Whose connection it is."""
+    """Return the decode rank of a connection."""
     instance, engine_rank, incarnation, _ = connection.decode().split("/")
     return peer(instance, int(engine_rank), int(incarnation))
 
@@ -113,9 +113,9 @@ class PrefillDriver:
         limits: Defaults if None.
         side: Its layout.
         staging: Its staging memory.
-        in_band_notices: Of its transport.
-        max_descriptor_bytes: Of its transport.
-        continues: Let the event loop have its turn as soon as the core asks for that; else a test does it.
+        in_band_notices: Whether its transport delivers notices in band.
+        max_descriptor_bytes: Limit of its transport.
+        continues: Send `TurnContinued` as soon as the core asks for it; otherwise the test does.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class PrefillDriver:
         return effects
 
     def hear(self, sender: PeerId, message: Message) -> list[PrefillEffect]:
-        """Let a message come over the last connection of a decode rank."""
+        """Receive a message on the latest connection of a decode rank."""
         connection = self._connections.get(sender, connection_of(sender))
         return self(ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
     def sleep(self, seconds: float) -> list[PrefillEffect]:
-        """Let time pass, deadline by deadline, as a clock task would. Whoever is silent has no connection any more."""
+        """Let time pass, deadline by deadline, as a clock task would. Pings to silent peers are lost."""
         effects: list[PrefillEffect] = []
         end = self.now + seconds
         while (deadline := self.core.next_deadline()) is not None and deadline <= end:
@@ -176,7 +176,7 @@ class PrefillDriver:
         return effects
 
     def pass_time(self, seconds: float) -> list[PrefillEffect]:
-        """Let time pass while every peer shows that it lives."""
+        """Let time pass while every peer sends a Ping each second."""
         effects: list[PrefillEffect] = []
         for _ in range(round(seconds)):
             for other in self.core.peers.all():
@@ -194,15 +194,15 @@ class PrefillDriver:
         lease_s: float = LEASE_S,
         **changes: Any,
     ) -> Hello:
-        """What a decode rank says first; each is another attempt, unless a test says which.
+        """Return the Hello of a decode rank, each with a new attempt number.
 
         Args:
             sender: The decode rank.
-            wants: It wants everything that this rank holds; else nothing.
-            target: Its layout, equal to this rank's if None.
+            wants: Whether it wants everything that this rank holds, or nothing.
+            target: Its layout; None for the layout of this rank.
             window: Its staging window.
             lease_s: Silence after which it is lost.
-            changes: Fields to change.
+            changes: Other values of fields.
         """
         attempt = self._attempts[sender] = self._attempts.get(sender, -1) + 1
         target = target or self.side
@@ -225,7 +225,7 @@ class PrefillDriver:
     def checked(
         self, hello: Hello, *, connection: bytes | None = None, split_policy: SplitPolicy | None = None
     ) -> ev.HelloChecked:
-        """What the shell says of a hello that fits."""
+        """Return the event that the shell sends for a compatible hello."""
         route = peer_route(self.side, hello.layout, hello.route, split_policy=split_policy, staging=hello.staging)
         return ev.HelloChecked(connection or connection_of(hello.peer), hello, route)
 
@@ -239,29 +239,29 @@ class PrefillDriver:
         num_bytes: int = 0,
         **fields: Any,
     ) -> list[PrefillEffect]:
-        """Do the handshake with a decode rank; see `MessageArrived`, and `hello` for the fields."""
+        """Complete the handshake with a decode rank; see `MessageArrived`, and `hello` for `fields`."""
         connection = self._connections[other] = connection or connection_of(other)
         hello = self.hello(other, **fields)
         effects = self(ev.MessageArrived(connection, hello, principal=principal, num_bytes=num_bytes))
         for pinged in [effect for effect in of_kind(effects, Reply) if isinstance(effect.message, Ping)]:
-            effects = self(ev.ReplyLost(pinged.connection))  # the process of the incarnation before it has ended
+            effects = self(ev.ReplyLost(pinged.connection))  # the process of the previous incarnation has ended
         assert effects[-1] == CheckHello(connection, hello)
         return effects[:-1] + self(self.checked(hello, connection=connection, split_policy=split_policy))
 
 
 def endpoint_of(other: PeerId) -> str:
-    """Where a prefill rank listens; each incarnation at a port of its own."""
+    """Return the endpoint of a prefill rank; each incarnation has its own port."""
     return f"tcp://127.0.0.1:{20_000 + 100 * other.rank.engine_rank + other.incarnation}"
 
 
 def welcome_of(other: PeerId, hello: Hello, **changes: Any) -> Welcome:
-    """How a prefill rank accepts a hello."""
+    """Return the Welcome with which a prefill rank accepts a hello."""
     fields: dict[str, Any] = {"attempt": hello.attempt, "version": PROTOCOL_VERSION, "endpoint": endpoint_of(other)}
     return Welcome(peer=other, **(fields | changes))
 
 
 def records(*others: PeerId) -> tuple[RankRecord, ...]:
-    """The records of a whole instance."""
+    """Return the directory records of a whole instance."""
     return tuple(
         RankRecord(peer=other, num_ranks=len(others), endpoint=endpoint_of(other), backend=BACKEND, layout=layout())
         for other in others
@@ -276,7 +276,7 @@ class DecodeDriver:
         timeouts: Defaults if None.
         limits: Defaults if None.
         side: Its layout.
-        ends_with_process: Of its transport.
+        ends_with_process: Property of its transport.
         staging: Its staging memory.
         proofs: Defaults if None.
     """
@@ -325,7 +325,7 @@ class DecodeDriver:
         return effects
 
     def pass_time(self, seconds: float) -> list[DecodeEffect]:
-        """Let time pass while every connected peer shows that it lives."""
+        """Let time pass while every connected peer sends a Pong each second."""
         effects: list[DecodeEffect] = []
         for _ in range(round(seconds)):
             for other in self.core.peers.connected():
@@ -334,7 +334,7 @@ class DecodeDriver:
         return effects
 
     def found(self, *others: PeerId) -> list[DecodeEffect]:
-        """Let the directory know every rank of an instance."""
+        """Answer a lookup with every rank of an instance."""
         return self(ev.InstanceFound(others[0].rank.instance, records(*others)))
 
     def compiled(
@@ -345,7 +345,7 @@ class DecodeDriver:
         head_bytes: int = 2,
         num_layers: int = 1,
     ) -> list[DecodeEffect]:
-        """Compile the routes that were asked for: each rank holds one head, but for those that are `silent`."""
+        """Compile the requested routes; each rank holds one head, except that `silent` ranks hold nothing wanted."""
         (compile_routes_,) = [effect for effect in effects if isinstance(effect, CompileRoutes)]
         unwanted = list(silent)
         sides, num_heads = [], 0
@@ -363,7 +363,7 @@ class DecodeDriver:
         return self(ev.RoutesCompiled(compile_routes_.instance, compile_routes_.attempt, routes))
 
     def welcome(self, hellos: Sequence[Effect], domain: bytes = b"") -> list[DecodeEffect]:
-        """Let every rank accept the hello that it was sent last."""
+        """Receive a Welcome from each rank for its Hello among `hellos`."""
         effects: list[DecodeEffect] = []
         for to, hello in messages(hellos, Hello):
             assert isinstance(hello, Hello)
@@ -378,16 +378,16 @@ class DecodeDriver:
         num_layers: int = 1,
         domain: bytes = b"",
     ) -> list[DecodeEffect]:
-        """Do the handshake with an instance, from the directory's answer on; give what follows the last Welcome.
+        """Complete the handshake with an instance, from the lookup on; return the effects of the Welcomes.
 
         Args:
             others: All of its ranks.
-            silent: Of these, the ranks that hold nothing that is wanted.
+            silent: Those of its ranks that hold nothing wanted.
             head_bytes: Bytes of a token in each layer that each of the others sends.
             num_layers: Layers that each of the others sends.
-            domain: What they say of their transport.
+            domain: Transport domain in their Welcome.
         """
-        self.core.instances.reconnect(others[0].rank.instance, self.now)  # as for a room, if none has been opened yet
+        self.core.instances.reconnect(others[0].rank.instance, self.now)  # a room would do this
         effects = self.found(*others)
         hellos = self.compiled(effects, silent=silent, head_bytes=head_bytes, num_layers=num_layers)
         return self.welcome(hellos, domain)
@@ -407,7 +407,7 @@ def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8
 
 
 def messages(effects: Sequence[Effect], kind: type[Message]) -> list[tuple[PeerId, Message]]:
-    """Messages of one kind among effects, with their receivers."""
+    """Return the messages of one kind among effects, with their receivers."""
     found: list[tuple[PeerId, Message]] = []
     for effect in effects:
         match effect:
@@ -421,12 +421,12 @@ def messages(effects: Sequence[Effect], kind: type[Message]) -> list[tuple[PeerI
 
 
 def of_kind(effects: Sequence[Effect], kind: type[Any]) -> list[Any]:
-    """Effects of one kind."""
+    """Return the effects of one kind."""
     return [effect for effect in effects if isinstance(effect, kind)]
 
 
 def reports(effects: Sequence[Effect]) -> list[tuple[str, str]]:
-    """Outcome and memory of each report among effects."""
+    """Return outcome and memory of each report among effects."""
     return [
         (effect.outcome.value, effect.memory.value)
         for effect in effects
@@ -435,5 +435,5 @@ def reports(effects: Sequence[Effect]) -> list[tuple[str, str]]:
 
 
 def anomalies(effects: Sequence[Effect]) -> list[str]:
-    """What was counted."""
+    """Return the kinds of the counted anomalies among effects."""
     return [effect.kind for effect in effects if isinstance(effect, CountAnomaly)]

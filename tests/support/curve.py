@@ -1,6 +1,6 @@
-"""CurveZMQ over a plain TCP socket, for what libzmq does not do once it has a key: damaged messages, say.
+"""CurveZMQ over a plain TCP socket, for what libzmq never does with a valid key, such as damaged messages.
 
-Its cryptography is that of the libsodium that the wheel of pyzmq brings along.
+It uses the libsodium that the wheel of pyzmq bundles.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ def _unbox(boxed: bytes, nonce: bytes, public: bytes, secret: bytes) -> bytes:
 
 
 class CurveEnd(Wire):
-    """A connection whose handshake is done, after which it may say anything."""
+    """A connection after its handshake, which can send anything."""
 
     _peer: bytes
     _own: bytes
@@ -60,12 +60,12 @@ class CurveEnd(Wire):
     _numbers: "itertools.count[int]"
 
     def say(self, text: bytes, *, number: int | None = None, damage: int = 0) -> bool:
-        """Send a message; say whether the connection still stood.
+        """Send a message; return whether the connection was still open.
 
         Args:
-            text: Its only part.
-            number: Another one than is its turn.
-            damage: Added to its last byte.
+            text: Only part of the message.
+            number: Sequence number; the next one if None.
+            damage: Value added to the last byte.
         """
         short = (next(self._numbers) if number is None else number).to_bytes(8)
         boxed = _box(b"\x00" + text, self._prefix + short, self._peer, self._own)
@@ -76,10 +76,10 @@ class CurveClient(CurveEnd):
     """A connection to a listener with keys.
 
     Args:
-        endpoint: Of the listener.
-        own: The keys to connect with.
-        server: The public key of the listener.
-        identity: The routing id that is asked for.
+        endpoint: Endpoint of the listener.
+        own: Keys of the client.
+        server: Public key of the listener.
+        identity: Routing id that the client requests.
     """
 
     def __init__(self, endpoint: str, own: Trust, server: str, *, identity: bytes = b"") -> None:
@@ -106,7 +106,7 @@ class CurveClient(CurveEnd):
 
 
 class CurveListener:
-    """Takes connections with keys, from anybody."""
+    """A listener with keys, which accepts connections with any client key."""
 
     def __init__(self, own: Trust) -> None:
         self._own = bytes.fromhex(own.secret)
@@ -115,7 +115,7 @@ class CurveListener:
         self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
 
     def accept(self) -> CurveEnd:
-        """Take the next connection."""
+        """Accept the next connection."""
         end = CurveEnd(self._socket.accept()[0])
         end.line.sendall(GREETING + b"\x01" + bytes(GREETING_BYTES - len(GREETING) - 1))
         end.read(GREETING_BYTES)

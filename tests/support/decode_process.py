@@ -1,7 +1,7 @@
 """A decode instance in a process of its own: `python -m tests.support.decode_process OPTIONS`.
 
-Told to `announce` a room, it does. Told to `grant`, it gives pages to the room that it announced last, waits for what
-comes, and reports `received`.
+The order `announce` announces a room. The order `grant` grants pages to the last announced room, waits for the
+transfer, and reports `received`.
 """
 
 import sys
@@ -19,7 +19,7 @@ __all__ = ["DecodeOptions"]
 
 
 class DecodeOptions(msgspec.Struct, frozen=True):
-    """Who finds the prefill instance."""
+    """Options of the process: the registry that it uses."""
 
     registry: str
 

@@ -1,4 +1,4 @@
-"""Distributions with a transport in them, built and installed where a test wants them."""
+"""Build and install distributions that contain a transport, in folders of a test."""
 
 import base64
 import hashlib
@@ -14,8 +14,8 @@ def build_wheel(folder: Path, name: str, modules: dict[str, str], entry_points: 
     """Build a pure wheel, version 1.0.
 
     Args:
-        folder: Where to put it.
-        name: Of the distribution.
+        folder: Folder for the wheel.
+        name: Name of the distribution.
         modules: Source by file name.
         entry_points: Objects (`module:Class`) by name, in the group of backends.
     """
@@ -41,7 +41,7 @@ def digest(text: str) -> str:
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """Install a wheel into a folder, which for a pure one is to unpack it."""
+    """Install a pure wheel into a folder by unpacking it."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
 

@@ -8,8 +8,8 @@ from kvflow.geometry import Region
 def draw(*regions: Region, slot: int = 0, per_row: int = 4) -> str:
     """Draw one slot of some regions.
 
-    Each row begins with its distance in bytes from the lowest address of all regions; a gap between cells begins a
-    new row.
+    Each row starts with its offset in bytes from the lowest address of all regions; a gap between cells starts a new
+    row.
     """
     base = min(region.address for region in regions)
     several = len({region.layer for region in regions}) > 1
@@ -27,7 +27,7 @@ def draw(*regions: Region, slot: int = 0, per_row: int = 4) -> str:
 
 
 def _boxes(region: Region, slot: int, several: bool) -> Iterator[tuple[int, int, str]]:
-    """Address, size and label of each cell of a slot."""
+    """Yield address, size and label of each cell of a slot."""
     for cell in range(region.cells_per_slot):
         for head in range(*region.heads):
             address = (

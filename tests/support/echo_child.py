@@ -1,4 +1,4 @@
-"""A child that does what a test says: `python -m tests.support.echo_child OPTIONS`."""
+"""A child process that executes the orders of a test: `python -m tests.support.echo_child OPTIONS`."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ __all__ = ["EchoOptions"]
 
 
 class EchoOptions(msgspec.Struct, frozen=True):
-    """What it reports when it starts."""
+    """Options of the process: its first report."""
 
     greeting: str = "ready"
 

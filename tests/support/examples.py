@@ -1,4 +1,4 @@
-"""How many examples a property is tested with."""
+"""Number of examples for property tests."""
 
 from typing import Final
 
@@ -7,14 +7,14 @@ from hypothesis import settings
 __all__ = ["QUICK", "THOROUGH", "examples"]
 
 THOROUGH: Final = 300
-"""Examples of a property in `make test-all`, unless it says otherwise."""
+"""Default number of examples of a property in `make test-all`."""
 
 QUICK: Final = 60
-"""Examples in `make test`."""
+"""Default number in `make test`."""
 
 
 def examples(thorough: int) -> int:
-    """Scale a number of examples to the profile that the tests run with.
+    """Scale a number of examples to the active hypothesis profile.
 
     Args:
         thorough: The number for `make test-all`.

@@ -1,4 +1,4 @@
-"""What a failed transfer looks like from outside."""
+"""Helpers that expect transfers to fail, and check that ranks still work."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,19 +12,19 @@ __all__ = ["catch", "catch_into", "receive_failure", "undisturbed"]
 
 
 async def catch(act: Callable[[], Awaitable[object]]) -> TransferFailed:
-    """The failure that something ends in."""
+    """Return the `TransferFailed` that an act raises; fail if there is none."""
     with pytest.raises(TransferFailed) as caught:
         await act()
     return caught.value
 
 
 async def catch_into(failures: dict[str, TransferFailed], name: str, act: Callable[[], Awaitable[object]]) -> None:
-    """Note the failure that something ends in, under a name; to be run as a task."""
+    """Store the failure of an act under a name, for use as a task."""
     failures[name] = await catch(act)
 
 
 async def receive_failure(request: Request) -> TransferFailed:
-    """The failure of receiving a request; sending it fails too."""
+    """Send and receive a request, both of which fail; return the failure of the receive."""
     failures: dict[str, TransferFailed] = {}
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(catch, request.send)
@@ -33,7 +33,7 @@ async def receive_failure(request: Request) -> TransferFailed:
 
 
 async def undisturbed(deployment: Deployment, room: int = 900) -> None:
-    """Check that the ranks still work: another transfer passes, and nothing stays open."""
+    """Check that the ranks still work: another transfer succeeds, and nothing stays open."""
     request = deployment.request(room, 10)
     await request.hand_over(chunk=4)
     request.assert_arrived()

@@ -1,4 +1,4 @@
-"""A prefill rank that does only what a test tells it to."""
+"""A fake prefill rank, controlled by a test."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -31,7 +31,7 @@ LEASE_S = 60.0
 
 
 class FakePrefill:
-    """One rank of the instance "prefill", registered; it answers nothing by itself."""
+    """A registered rank of the instance "prefill", which answers nothing by itself."""
 
     def __init__(self, registry: str, rank: int = 0, num_ranks: int = 1) -> None:
         self.me = PeerId(RankId("prefill", rank), 1_000 + rank)
@@ -65,7 +65,7 @@ class FakePrefill:
         self._arrived.close()
 
     async def wait_until_its_port_is_refused(self) -> None:
-        """Wait until a rank that was left has closed its port, which libzmq does in the background."""
+        """Wait until libzmq has closed the port of a rank whose block was left; it does so in the background."""
         while not await self._control.is_refused(self._record.endpoint, 1.0):  # noqa: ASYNC110 - as in `until`
             await anyio.sleep(POLL_S)
 
@@ -77,9 +77,9 @@ class FakePrefill:
             self._registered.set()
 
     async def hear(self, kind: type[AnyKind]) -> AnyKind:
-        """Wait for a message of some kind, whatever else comes before it; answers go to where it came from.
+        """Wait for a message of some kind, and skip others; `say` answers on its connection.
 
-        A hello that was sent again before its Welcome came is no new one.
+        A Hello that was retransmitted before its Welcome arrived does not count.
         """
         while True:
             self._connection, message = await self._arrived.receive()
@@ -91,11 +91,11 @@ class FakePrefill:
                 return message
 
     def say(self, message: Message) -> None:
-        """Send to whoever was heard last."""
+        """Send a message on the connection of the last received message."""
         self._listener.send(self._connection, encode(message))
 
     def welcome(self) -> None:
-        """Accept the hello that was heard last."""
+        """Accept the last received hello."""
         assert self.hello is not None
         self._welcomed = self.hello.attempt
         self.say(
@@ -111,6 +111,6 @@ class FakePrefill:
         return hello
 
     async def answer_hellos(self) -> None:
-        """Accept every hello, for ever."""
+        """Accept hellos forever."""
         while True:
             await self.accept_hello()

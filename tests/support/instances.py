@@ -1,4 +1,4 @@
-"""Whole instances of ranks on real pools in one event loop, and requests whose every cell can be recognised."""
+"""Whole instances of ranks on real pools in one event loop, and requests with a distinct value in every cell."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -42,20 +42,20 @@ PAGE_SIZE = 4
 NUM_PAGES = 64
 
 UNTOUCHED = 0xEE
-"""Fill of the decode pools; no cell has it, because its value would be larger than that of any cell."""
+"""Fill of the decode pools; no cell has this value in all bytes."""
 
 QUICK = Timeouts(handshake_s=2.0, transfer_s=15.0, grant_s=5.0, drain_s=0.5, lease_s=2.0)
-"""For tests that wait for a deadline of a handshake, so that they do not wait long."""
+"""Short timeouts, for tests that wait for a handshake deadline."""
 
 PATIENT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drain_s=0.5, lease_s=2.0)
-"""For ranks of which nobody is unreachable, however many share a busy machine."""
+"""Long timeouts, for ranks that stay reachable on a busy machine."""
 
 DEFAULT_LIMITS = Limits()
 
 
 @dataclass
 class Deployment:
-    """A registry, one prefill instance and one decode instance; `pools` have a free list each."""
+    """A registry, one prefill instance and one decode instance; each pool has a free list."""
 
     registry: kvflow.Registry
     prefill: list[kvflow.PrefillRank] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Deployment:
     closers: dict[Side, AsyncExitStack] = field(default_factory=dict)
 
     async def open(self, rank: AnyRank, stack: AsyncExitStack) -> AnyRank:
-        """Open a rank; it is closed with the stack, or earlier by `close`."""
+        """Open a rank; the stack closes it, or `close` does so earlier."""
         self.closers[rank] = await stack.enter_async_context(AsyncExitStack())
         return await self.closers[rank].enter_async_context(rank)
 
@@ -78,13 +78,13 @@ class Deployment:
             await self.closers[rank].aclose()
 
     def request(self, room: int, num_tokens: int) -> "Request":
-        """A request with scattered pages on every rank of both sides."""
+        """Return a request with scattered pages on every rank of both sides."""
         count = -(-num_tokens // PAGE_SIZE)
         tables = [[self._take(pool, count) for pool in side] for side in (self.sources, self.targets)]
         return Request(self, room, num_tokens, tables[0], tables[1])
 
     def give_back(self, request: "Request") -> None:
-        """Let other requests have the pages."""
+        """Free the pages of a request."""
         for pools, tables in ((self.sources, request.src_tables), (self.targets, request.dst_tables)):
             for pool, table in zip(pools, tables, strict=True):
                 self.free[id(pool)] += table
@@ -93,7 +93,7 @@ class Deployment:
         return [*(rank.statistics() for rank in self.prefill), *(rank.statistics() for rank in self.decode)]
 
     async def settle(self) -> None:
-        """Wait until no rank has anything open; the last messages of a transfer may still be on their way."""
+        """Wait until no rank has anything open; the last messages of a transfer may still be in flight."""
         await until(lambda: all(is_settled(statistics) for statistics in self.statistics()))
 
     def _take(self, pool: Pool, count: int) -> list[int]:
@@ -121,7 +121,7 @@ class Request:
     senders: dict[int, kvflow.RoomSender] = field(default_factory=dict)
 
     def compute(self, start: int, stop: int) -> None:
-        """Write the cells of some tokens into the pages of every prefill rank, as a model would."""
+        """Write the cells of some tokens to the pages of every prefill rank, as a model would."""
         for pool, table in zip(self.deployment.sources, self.src_tables, strict=True):
             for cell, value in self._cells(pool, table, (start, stop)):
                 cell[:] = value
@@ -185,7 +185,7 @@ class Request:
         return [handovers[rank] for rank in sorted(handovers)]
 
     def assert_arrived(self, start: int = 0) -> None:
-        """Check every wanted cell on every decode rank, found without any layout."""
+        """Check every wanted cell on every decode rank, without the help of a layout."""
         for pool, table in zip(self.deployment.targets, self.dst_tables, strict=True):
             for cell, value in self._cells(pool, table, (start, self.num_tokens)):
                 np.testing.assert_array_equal(cell, value)
@@ -197,7 +197,7 @@ class Request:
                 assert (cell == UNTOUCHED).all()
 
     def num_written(self) -> int:
-        """Bytes of the first decode pool that differ from its fill."""
+        """Return the number of bytes of the first decode pool that differ from its fill."""
         return sum(int((buffer != UNTOUCHED).sum()) for buffer in self.deployment.targets[0].buffers)
 
     def src_pages(self, rank: int, tokens: tuple[int, int]) -> dict[str, list[int]]:
@@ -209,7 +209,7 @@ class Request:
     def _cells(
         self, pool: Pool, table: Sequence[int], tokens: tuple[int, int]
     ) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """A view of each cell, and what belongs there: its name as a number, so that no two cells are alike."""
+        """Return a view of each cell, and its expected value, which encodes its name."""
         cells = []
         for token in range(*tokens):
             page, offset = table[token // PAGE_SIZE], token % PAGE_SIZE
@@ -255,7 +255,7 @@ async def deploy(
     receiving: Mapping[str, object] | None = None,
     registry_trust: kvflow.Trust | None = None,
 ) -> AsyncIterator[Deployment]:
-    """Open a registry and both instances; `sending` and `receiving` are further settings of the two."""
+    """Open a registry and both instances; `sending` and `receiving` are further settings of prefill and decode."""
     common = {"backend": backend, "timeouts": timeouts, "limits": limits}
     async with kvflow.Registry(trust=registry_trust) as registry, AsyncExitStack() as stack:
         deployment = Deployment(registry)

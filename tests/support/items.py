@@ -1,4 +1,4 @@
-"""Ranks whose memory is flat lists of buffers, as engines describe it to their transports; real bytes behind them."""
+"""Ranks over flat lists of buffers, as engines describe memory to their transports, backed by real bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,10 +21,10 @@ class ItemMemory:
 
     Args:
         pools: uint8[items, item bytes] for each buffer, copied; None for an entry that the rank does not hold.
-        base: Address that the lists give to the first byte; by default where it really is.
+        base: Address of the first byte in the lists; the real one by default.
 
     Attributes:
-        lists: The buffers, as the engine lists them.
+        lists: Buffers in the engine's format.
         pools: Views of the copies.
     """
 
@@ -46,7 +46,7 @@ class ItemMemory:
         )
 
     def rank(self, components: Sequence[Component], tables: Mapping[str, list[int]]) -> Rank:
-        """Return the rank that these components make of it; `tables` hold the request's pages, from token 0."""
+        """Return a rank with these components over this memory; `tables` hold the request's pages, from token 0."""
         return Rank(
             self.memory, self.base, layout_from_pointers(components, "model", buffers=[self.lists]), dict(tables)
         )
@@ -58,13 +58,13 @@ def move(
     wanted: Mapping[str, tuple[int, int]],
     cuts: Mapping[str, list[int]] | None = None,
 ) -> None:
-    """Send what decode wants.
+    """Send the wanted tokens.
 
     Args:
-        prefill: The ranks of one instance.
-        decode: Those of the other.
-        wanted: Tokens of each component; the rows of a slot.
-        cuts: Where prefill cuts them into chunks.
+        prefill: Ranks of the prefill instance.
+        decode: Ranks of the decode instance.
+        wanted: Tokens of each component that decode wants; rows for a slot.
+        cuts: Tokens of each component at which prefill starts a new chunk.
     """
     world = World(
         dict(enumerate(prefill)),

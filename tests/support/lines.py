@@ -1,4 +1,4 @@
-"""What an event costs a core, without a clock."""
+"""Cost of an event for a core, measured without a clock."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ __all__ = ["lines_of"]
 
 
 def lines_of(core: PrefillCore | DecodeCore, event: Any) -> int:
-    """Lines of Python that a core runs through for one event."""
+    """Return the number of Python lines that a core executes for one event."""
     lines = 0
 
     def count(_frame: FrameType, kind: str, _argument: object) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Who sends what to whom in a drawn world, as kvflow works it out."""
+"""Routes and plans of kvflow between the ranks of a drawn world."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,7 +20,7 @@ __all__ = ["Link", "chunk_slices", "links", "send"]
 
 
 class Link(NamedTuple):
-    """A prefill rank and a decode rank, and what goes from one to the other."""
+    """A prefill rank and a decode rank, with the route between them."""
 
     route: Route
     bound: BoundRoute
@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 def links(world: World) -> Iterator[Link]:
-    """Every pair of ranks, one decode rank after another."""
+    """Yield every pair of ranks, grouped by decode rank."""
     layouts = {engine_rank: rank.layout for engine_rank, rank in world.prefill.items()}
     for decode_rank, target in world.decode.items():
         for route in compile_routes(layouts, target.layout, decode_rank=decode_rank):
@@ -38,7 +38,7 @@ def links(world: World) -> Iterator[Link]:
 
 
 def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) -> Iterator[tuple[str, ComponentSlice]]:
-    """Each chunk of each component that goes from one rank to another, and the component."""
+    """Yield each chunk that goes from one rank to another, with the name of its component."""
     for name in bound.expected:
         start, stop = world.wanted[name]
         dst = build_page_table(

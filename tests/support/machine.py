@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""Features of this machine."""
 
 import socket
 
@@ -6,7 +6,7 @@ __all__ = ["has_ipv6"]
 
 
 def has_ipv6() -> bool:
-    """It has the IPv6 address of itself."""
+    """Return whether the IPv6 loopback address exists."""
     with socket.socket(socket.AF_INET6) as asked:
         try:
             asked.bind(("::1", 0))

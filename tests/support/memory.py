@@ -1,4 +1,4 @@
-"""How much memory this process has."""
+"""Memory usage of this process."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A process with agents of NIXL: `python -m tests.support.nixl_agents silent|polled`, with a name a line on stdin.
+"""A process with NIXL agents: `python -m tests.support.nixl_agents silent|polled`, with one name a line on stdin.
 
-It answers each with a line: the address of the memory that peers may write to, and the metadata that a decode rank
-sends. It ends with its input. A silent process never lets UCX make progress, so that no connection to it is answered.
+It answers each name with a line: the address of the memory that peers may write to, and the metadata that a decode rank
+sends. It exits at the end of its input. A silent process never lets UCX make progress, and so answers no connection.
 """
 
 import selectors
@@ -32,7 +32,7 @@ class ForeignAgent:
     """An agent in another process.
 
     Attributes:
-        address: Of its memory.
+        address: Address of its memory.
     """
 
     name: str
@@ -41,22 +41,22 @@ class ForeignAgent:
 
     @property
     def blob(self) -> bytes:
-        """What the library needs."""
+        """The part of the metadata for the NIXL library."""
         return PeerMetadata.unpack(self.metadata, backend=FORMAT).agent
 
     def with_blob(self, blob: bytes) -> bytes:
-        """Its metadata with another blob for the library."""
+        """Return its metadata with another blob for the library."""
         return PeerMetadata(FORMAT, blob, PeerMetadata.unpack(self.metadata, backend=FORMAT).memory).pack()
 
     def alias(self, name: str) -> "ForeignAgent":
-        """The same agent under another name, as whoever makes metadata up can say it."""
+        """Return the same agent under another name, as forged metadata could have it."""
         old, new = (len(text).to_bytes(8, "little") + text.encode() + b"|" for text in (self.name, name))
         return ForeignAgent(name, self.address, self.with_blob(self.blob.replace(old, new, 1)))
 
 
 @asynccontextmanager
 async def foreign_agents(names: Sequence[str], *, is_silent: bool = False) -> AsyncIterator[list[ForeignAgent]]:
-    """Start a process with agents; it lives as long as the context."""
+    """Start a process with agents, which lives as long as the context."""
     command = [sys.executable, "-m", "tests.support.nixl_agents", "silent" if is_silent else "polled"]
     async with await anyio.open_process(command, stderr=None) as process:
         assert process.stdin is not None
@@ -75,7 +75,7 @@ async def foreign_agents(names: Sequence[str], *, is_silent: bool = False) -> As
 
 
 def main(mode: str) -> None:
-    """Make agents, and let them make progress."""
+    """Create agents, and let them make progress unless silent."""
     api = load()
     memory = np.zeros(NUM_BYTES, np.uint8)
     address = int(memory.ctypes.data)

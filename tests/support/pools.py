@@ -1,4 +1,4 @@
-"""Pools on real memory, and the slow, obvious copy that a plan is held against."""
+"""Pools on real memory, and a slow, obvious copy as the reference for plans."""
 
 import ctypes
 import itertools
@@ -29,7 +29,7 @@ class PagedShape:
 
     Attributes:
         order: "NHD" (token, head) or "HND" (head, token) within a page.
-        interleaved: K and V of a page lie next to each other, or each has an allocation of its own.
+        interleaved: K and V of a page lie next to each other; otherwise each has its own part of the buffer.
     """
 
     num_pages: int
@@ -71,14 +71,14 @@ class Pool:
             buffer[:] = rng.integers(1, 255, buffer.size, np.uint8)
 
     def real_address(self, address: int) -> int:
-        """Where the bytes of a layout's address really are."""
+        """Return the real address of an address in the layout."""
         for start, buffer in zip(self._addresses, self.buffers, strict=True):
             if start <= address < start + buffer.size:
                 return int(buffer.ctypes.data) + address - start
         raise AssertionError(f"address {address:#x} is outside the pool")
 
     def cell(self, tensor: str, layer: int, page: int, token: int, head: int) -> NDArray[np.uint8]:
-        """A view of one cell, found without the layout's strides."""
+        """Return a view of one cell, found without the layout's strides."""
         shape = self.shape
         index = layer - shape.first_layer
         per_page = (shape.page_size, shape.num_heads) if shape.order == "NHD" else (shape.num_heads, shape.page_size)
@@ -111,7 +111,7 @@ class Pool:
 
 
 def copy_by_cells(route: Route, src: Pool, dst: Pool, tables: tuple[Words, Words], tokens: tuple[int, int]) -> None:
-    """The oracle: what a route means, cell by cell. Page tables hold the pages from token 0."""
+    """Execute a route cell by cell, as an oracle. Page tables hold the pages from token 0."""
 
     def cell(pool: Pool, pages: Words, key: RegionKey, token: int, head: int) -> NDArray[np.uint8]:
         block, offset = divmod(token, pool.shape.page_size)
@@ -124,7 +124,7 @@ def copy_by_cells(route: Route, src: Pool, dst: Pool, tables: tuple[Words, Words
 
 
 def execute(descriptors: Descriptors, src: Pool, dst: Pool) -> None:
-    """Carry descriptors out on real memory."""
+    """Execute descriptors on real memory."""
     for (source, length, _), (target, target_length, _) in zip(
         descriptors.src.tolist(), descriptors.dst.tolist(), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The other end of `prefill_process`: how a test drives it, and a decode rank that receives from it."""
+"""Driver of `prefill_process` for tests, and helpers for a decode rank that receives from it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ __all__ = ["give_ticket", "hand_over", "prefill_process", "receive"]
 
 @asynccontextmanager
 async def prefill_process(registry: str | None, port: int, **settings: Any) -> AsyncIterator[ChildProcess]:
-    """Start a process with some settings of its rank, which is told to leave in the end."""
+    """Start a process with some settings of its rank, and end it with the block."""
     options = PrefillOptions(registry, f"tcp://127.0.0.1:{port}", settings)
     async with (
         open_tasks() as tasks,
@@ -34,7 +34,7 @@ async def receive(
 
 
 async def give_ticket(prefill: ChildProcess, room: int) -> dict[str, Any]:
-    """Have a ticket given, as a router would get it."""
+    """Return a ticket from the prefill process, as a router would receive it."""
     await prefill.tell("ticket", room=room)
     ticket: dict[str, Any] = (await prefill.expect("ticket", room))["ticket"]
     return ticket

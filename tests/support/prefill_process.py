@@ -1,10 +1,9 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
-Asked for a `ticket`, it gives one. Told to `send` a room, it sends the first page, reports `half`, and sends the rest
-when it is told to `finish`, or gives the room up when it is told to `abort`; then it reports `over`. Told to `hold`
-before that, it holds the interpreter for so many seconds, and reports `held`. Told to `preempt` a room, it sends it
-page by page, takes the pages back in the middle of that, overwrites them, reports `quiesced`, and goes on from others.
-On SIGTERM it finishes what it has begun, reports `drained` and ends.
+Orders: `ticket` reports a ticket. `send` sends the first page of a room, reports `half`, and on `finish` sends the
+rest, or on `abort` aborts the room; then it reports `over`. `hold` before that holds the GIL for a number of seconds,
+and reports `held`. `preempt` sends a room page by page, takes the pages back in the middle, overwrites them, reports
+`quiesced`, and continues from others. On SIGTERM the process finishes open rooms, reports `drained` and exits.
 """
 
 import ctypes
@@ -29,11 +28,11 @@ PAGES = {"kv": [3, 9]}
 FILL = 0x77
 OVERWRITTEN = 0xDD
 MANY_PAGES = 28
-"""Pages of a room that is preempted; the pool holds twice as many."""
+"""Pages of a preempted room; the pool holds twice as many."""
 
 
 class PrefillOptions(msgspec.Struct, frozen=True):
-    """Who finds it, itself if nobody, where it listens, and further settings."""
+    """Options of the process: its registry, if any, the endpoint to bind, and further settings of its rank."""
 
     registry: str | None
     bind: str
@@ -64,7 +63,7 @@ async def serve(rank: kvflow.PrefillRank, pool: Pool, line: Line, until_done: an
         if order["do"] == "ticket":
             line.report("ticket", room=order["room"], ticket=rank.ticket(order["room"]))
             continue
-        with suppress(kvflow.TransferFailed):  # the other side says so, too
+        with suppress(kvflow.TransferFailed):  # the other side reports it too
             if order["do"] == "send":
                 await send(rank, order["room"], line)
             else:
@@ -101,12 +100,12 @@ async def preempt(rank: kvflow.PrefillRank, pool: Pool, room: int, line: Line) -
 
 
 def hold_interpreter(seconds: int) -> None:
-    """Let no thread of Python run, as a native call does that keeps the lock of the interpreter."""
+    """Let no Python thread run, like a native call that keeps the GIL."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
 async def next_order(line: Line) -> Report:
-    """A process that is drained leaves without another order."""
+    """Wait for the next order, in a thread that is abandoned when the drained process exits."""
     return await anyio.to_thread.run_sync(line.receive, abandon_on_cancel=True)
 
 

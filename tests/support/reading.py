@@ -1,4 +1,4 @@
-"""What messages are read with, where there is no rank."""
+"""A context for reading messages without a rank."""
 
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +11,7 @@ __all__ = ["reading_context"]
 
 
 def reading_context(log: BoundLogger, start_task: Callable[..., None] | None = None) -> ReadingContext:
-    """Of this machine; for short messages only, unless tasks can be started."""
+    """Return a context with the system's ports; for short messages only, unless `start_task` is given."""
     ports = system_ports()
     return ReadingContext(ports, AnomalyLog(log, ports.now).count, start_task or _start_none)
 

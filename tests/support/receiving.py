@@ -1,4 +1,4 @@
-"""A decode rank's core, and what prefill ranks say to it."""
+"""A decode rank's core, and messages of prefill ranks to it."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def request(
 
 
 class Transfer:
-    """Knows the grants of a core, and so can send notices in the name of its prefill ranks; `said` is the last one."""
+    """The grants of a core, with which tests send notices for its prefill ranks; `said` is the last notice."""
 
     said: Notice
 
@@ -56,7 +56,7 @@ class Transfer:
         return self.core(ev.NoticeDelivered(self.said))
 
     def make(self, sender: PeerId, seq: int, tokens: tuple[int, int], **changes: object) -> Notice:
-        """What a prefill rank says, not said yet."""
+        """Return a notice of a prefill rank without sending it."""
         granted = self.grants[sender]
         ranges = {"kv": tokens} if tokens[0] < tokens[1] else {}
         fields: dict[str, object] = {

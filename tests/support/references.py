@@ -1,4 +1,4 @@
-"""The generated parts of docs/configuration.md and docs/api.md, taken from docstrings. `make docs` writes them."""
+"""Generator of the docstring-based parts of docs/configuration.md and docs/api.md. `make docs` runs it."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ TITLES: Final = {
     "kvflow.blocking.ranks.BlockingRank": "Both blocking ranks",
     "kvflow.blocking.transfers.BlockingTransfer": "Both blocking ends",
 }
-"""Bases whose members are described once; they are no public names themselves."""
+"""Non-public base classes whose members are described once."""
 
 GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "ranks": {
@@ -99,25 +99,25 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.blocking.Registry": ("reload_trust", "statistics"),
     },
 }
-"""Public names by chapter, each with the members that an engine uses. Settings and errors have tables of their own."""
+"""Public names by chapter, with the members that an engine uses. Settings and errors have their own tables."""
 
 WIDTH: Final = 100
-"""Longest signature that stands in one line."""
+"""Longest signature on one line."""
 
 UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def main() -> None:
-    """Write the pages anew."""
+    """Rewrite the generated parts of the pages."""
     for page in PAGES:
         page.write_text(fill_in(page.read_text("utf-8")), "utf-8")
 
 
 def fill_in(page: str) -> str:
-    """Replace whatever stands between the markers by what the docstrings give.
+    """Replace the text between the markers by that of the docstrings.
 
     Raises:
-        KeyError: A marker names something that there is not.
+        KeyError: A marker has an unknown name.
     """
     return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](found[3])}\n{found[4]}", page)
 
@@ -126,7 +126,7 @@ def fill_in(page: str) -> str:
 
 
 class Entry(NamedTuple):
-    """An argument, attribute or error, and what is said of it; no name for free text."""
+    """An argument, attribute or error with its description; free text has no name."""
 
     name: str
     text: str
@@ -140,7 +140,7 @@ class Doc(NamedTuple):
 
 
 def parse(docstring: str | None) -> Doc:
-    """Take a docstring apart into paragraphs and sections."""
+    """Split a docstring into paragraphs and sections."""
     paragraphs: list[str] = []
     sections: dict[str, list[Entry]] = {}
     name, lines = "", []
@@ -168,12 +168,12 @@ def _entries(section: str, lines: list[str]) -> Iterator[Entry]:
 
 
 def _joined(text: str) -> str:
-    """A paragraph as one line, without doubled spaces, with lists kept."""
+    """Join a paragraph into one line, with single spaces; keep numbered lists."""
     return re.sub(r"\n(?=\d+\. )", "\n", re.sub(r"\n(?!\d+\. )\s*", " ", text.strip()))
 
 
 def _member_docs(kind: type) -> dict[str, str]:
-    """The string below each member of an enumeration; Python keeps it in the source only."""
+    """Return the string below each enum member, parsed from the source: Python drops it at run time."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     said: dict[str, str] = {}
     if isinstance(body, ast.ClassDef):
@@ -194,7 +194,7 @@ def _grid(*rows: tuple[str, ...]) -> str:
 
 
 def settings(name: str) -> str:
-    """A table of the settings that a class adds to its base.
+    """Return a table of the settings that a class adds to its base.
 
     Raises:
         KeyError: A setting is not documented.
@@ -208,7 +208,7 @@ def settings(name: str) -> str:
 
 
 def _own_fields(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], str]]:
-    """Fields that a data class itself declares, with their types as they are written."""
+    """Yield the fields that a dataclass itself declares, with their types as in the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for statement in getattr(body, "body", ()):
@@ -239,7 +239,7 @@ def _size(num_bytes: int) -> str:
 
 
 def api(group: str) -> str:
-    """Everything that a chapter is about.
+    """Return the text of a chapter.
 
     Raises:
         KeyError: There is no such chapter.
@@ -248,7 +248,7 @@ def api(group: str) -> str:
 
 
 def errors_table(base: str) -> str:
-    """The tree of errors, each with what a caller does about it."""
+    """Return a table of an error and its subclasses, each with the first paragraph of its docstring."""
     kinds = [
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, getattr(errors, base))
     ]
@@ -285,7 +285,7 @@ def _described(item: Any) -> list[str]:
 
 
 def _with_inherited(item: Any, doc: Doc) -> Doc:
-    """Add the attributes that a base in kvflow documents."""
+    """Add the attributes that kvflow base classes document."""
     attributes = list(doc.sections.get("Attributes", ()))
     for base in getattr(item, "__mro__", ())[1:]:
         if base.__module__.startswith("kvflow"):
@@ -321,7 +321,7 @@ def _sections(doc: Doc) -> list[str]:
 
 
 def _signature(function: Any, name: str) -> str:
-    """How a function is called, as it is written in its source."""
+    """Return the signature of a function as in its source."""
     node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         raise TypeError(f"{function!r} is no function")
@@ -335,7 +335,7 @@ def _signature(function: Any, name: str) -> str:
 
 
 def _arguments(node: ast.arguments) -> list[str]:
-    """All but `self`, with a bare star before those that are given by name only."""
+    """Format all arguments except `self`, with a bare star before keyword-only ones."""
     missing = [None] * (len(node.args) - len(node.defaults))
     parts = [_argument(arg, default) for arg, default in zip(node.args, [*missing, *node.defaults], strict=True)]
     if node.vararg is not None:
@@ -352,7 +352,7 @@ def _argument(node: ast.arg, default: ast.expr | None) -> str:
 
 
 def _written(annotation: ast.expr) -> str:
-    """An annotation without the quotes of a name that comes later in its file."""
+    """Format an annotation, without the quotes of a forward reference."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return annotation.value
     return ast.unparse(annotation).replace("'", '"')

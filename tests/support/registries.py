@@ -1,4 +1,4 @@
-"""A registry for tests that have no event loop."""
+"""A registry for tests without an event loop."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,6 @@ __all__ = ["registry_in_thread"]
 
 @contextmanager
 def registry_in_thread() -> Iterator[str]:
-    """Serve in a thread of its own; gives the endpoint."""
+    """Run a registry in a thread of its own; yield its endpoint."""
     with Registry() as registry:
         yield registry.endpoint

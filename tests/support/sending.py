@@ -1,4 +1,4 @@
-"""A prefill rank's core, and what its engine and its transport say to it."""
+"""A prefill rank's core, and events of its engine and its transport."""
 
 import functools
 from collections.abc import Sequence
@@ -36,24 +36,24 @@ def chunk(
 
 
 def pieces(effects: Sequence[Effect]) -> list[Piece]:
-    """Pieces that are planned and posted at once."""
+    """Return the pieces that are planned and posted at once."""
     return [effect.piece for effect in effects if isinstance(effect, PostPiece)]
 
 
 def planned(effects: Sequence[Effect]) -> list[Piece]:
-    """Pieces that are planned beside the event loop."""
+    """Return the pieces that are planned off the event loop."""
     return [effect.piece for effect in effects if isinstance(effect, PlanPiece)]
 
 
 def posted(effects: Sequence[Effect]) -> list[tuple[int, TokenRange]]:
-    """Sequence number and tokens of each piece that is posted at once."""
+    """Return sequence number and tokens of each piece that is posted at once."""
     return [(piece.seq, piece.ranges["kv"]) for piece in pieces(effects)]
 
 
 def end(
     core: PrefillDriver, seq: int, of: DeliveryId = DELIVERY, failure: Failure | None = None, *, lingers: bool = False
 ) -> list[PrefillEffect]:
-    """Have a post end."""
+    """Report the end of a post to a core."""
     return core(ev.PostEnded(of, seq, failure, lingers))
 
 
@@ -65,7 +65,7 @@ def _route() -> PeerRoute:
 
 
 def piece(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: int = 1, priority: int = 0) -> Piece:
-    """A piece as the queue sees it."""
+    """Return a piece with what the queue needs."""
     tokens = (seq, seq + 1)
     notice = Notice(
         room=of.room,

@@ -14,11 +14,11 @@ def slow_except(quick: Iterable[object], cases: Iterable[Any]) -> list[Any]:
     """Mark the cases of a parametrized test as slow, except for some.
 
     Args:
-        quick: The cases that `make test` runs too; each is one of `cases`.
-        cases: Every case, for `pytest.mark.parametrize`; a tuple holds several arguments.
+        quick: Those of the cases that `make test` also runs.
+        cases: All cases, for `pytest.mark.parametrize`; a tuple holds several arguments.
 
     Raises:
-        ValueError: A quick case is none of the cases.
+        ValueError: A quick case is not among the cases.
     """
     every, wanted = list(cases), list(quick)
     if any(case not in every for case in wanted):
@@ -32,4 +32,4 @@ def _slow(case: Any) -> Any:
 
 
 MOONCAKE_SLOWLY = slow_except(["memory", "nixl"], BACKENDS)
-"""For tests of many ranks or cases: each engine of Mooncake takes a second to close."""
+"""Backends for tests with many ranks or cases: each Mooncake engine takes a second to close."""

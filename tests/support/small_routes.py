@@ -1,4 +1,4 @@
-"""Layouts of a few bytes, and what they make of a pair of ranks: real routes, small enough to count by hand."""
+"""Layouts of a few bytes, and real routes between them that are small enough to count by hand."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ PAGE_TOKENS = 2
 def layout(
     component: str = "kv", *, heads: tuple[int, int] = (0, 1), num_layers: int = 1, head_bytes: int = 2
 ) -> KVLayout:
-    """Pages of two tokens, head by head; two bytes for each token unless said otherwise."""
+    """Return a layout of token-major pages of two tokens, by default with one head of two bytes."""
     num_heads = heads[1] - heads[0]
     token_bytes = num_heads * head_bytes
     pool_bytes = NUM_PAGES * PAGE_TOKENS * token_bytes
@@ -43,7 +43,7 @@ def layout(
 
 
 def rank_routes(prefill: Sequence[KVLayout], decode: KVLayout) -> tuple[RankRoute, ...]:
-    """What a decode rank wants from each rank of an instance."""
+    """Return the routes of a decode rank from each rank of an instance."""
     return tuple(
         RankRoute(route, bind_route(route, prefill[route.engine_rank], decode).expected)
         for route in compile_routes(dict(enumerate(prefill)), decode, decode_rank=0)
@@ -58,14 +58,14 @@ def peer_route(
     split_policy: SplitPolicy | None = None,
     staging: StagingWindow | None = None,
 ) -> PeerRoute:
-    """A route as a prefill rank makes it from a Hello; chunks are not split unless a policy says so."""
+    """Return the route that a prefill rank makes from a Hello; chunks are not split by default."""
     bound = bind_route(route, source, target)
     policy = split_policy or split_policy_for(bound, source, target, 2**30)
     return PeerRoute(bound, target, route.slices, policy, staging)
 
 
 def small_pieces(piece_bytes: int, layer_piece_bytes: int | None = None, *, of: KVLayout | None = None) -> SplitPolicy:
-    """A policy that splits what goes from a layout to an equal one."""
+    """Return a split policy for transfers between two ranks with the same layout."""
     side = of or layout()
     (route,) = compile_routes({0: side}, side, decode_rank=0)
     return split_policy_for(bind_route(route, side, side), side, side, piece_bytes, layer_piece_bytes)

@@ -1,4 +1,4 @@
-"""The generated parts of docs/state-machines.md, drawn from the tables. `make docs` writes them into the page."""
+"""Generator of the table-based parts of docs/state-machines.md. `make docs` runs it."""
 
 import ast
 import enum
@@ -15,7 +15,7 @@ __all__ = ["PAGE", "fill_in", "main"]
 PAGE: Final = Path(__file__).parents[2] / "docs" / "state-machines.md"
 
 Table = Mapping[Any, enum.Enum]
-"""From (state, signal) to state; a mapping of one machine is not one of any."""
+"""Map from (state, signal) to state. The keys are Any because Mapping is invariant in its key type."""
 
 MACHINES: Final[Mapping[str, Table]] = {
     "OUTCOME": OUTCOME,
@@ -32,21 +32,21 @@ MARKED: Final = re.compile(r"(<!-- generated: (\w+) of (\w+) -->\n).*?(<!-- end 
 
 
 def fill_in(page: str) -> str:
-    """Replace whatever stands between the markers by what the tables give.
+    """Replace the text between the markers by that of the tables.
 
     Raises:
-        KeyError: A marker names something that there is not.
+        KeyError: A marker has an unknown name.
     """
     return MARKED.sub(lambda found: f"{found[1]}\n{PARTS[found[2]](MACHINES[found[3]])}\n{found[4]}", page)
 
 
 def main() -> None:
-    """Write the page anew."""
+    """Rewrite the generated parts of the page."""
     PAGE.write_text(fill_in(PAGE.read_text("utf-8")), "utf-8")
 
 
 def diagram(table: Table) -> str:
-    """States and what leads from one to another, as GitHub draws it; what changes nothing is left out."""
+    """Return a Mermaid diagram of the states and transitions, without signals that change nothing."""
     edges: dict[tuple[str, str], list[str]] = {}
     for (before, signal), after in table.items():
         if after is not before:
@@ -58,7 +58,7 @@ def diagram(table: Table) -> str:
 
 
 def changes(table: Table) -> str:
-    """The whole table: a row for each state, a column for each signal, empty where nothing changes."""
+    """Return the whole table: a row for each state, a column for each signal, empty where nothing changes."""
     columns = signals(table)
     rows = [["state", *(signal.value for signal in columns)]]
     rows.append(["---"] * len(rows[0]))
@@ -69,12 +69,12 @@ def changes(table: Table) -> str:
 
 
 def meanings(table: Table) -> str:
-    """What each state stands for."""
+    """Return a table with the meaning of each state."""
     return _explain("state", states(table))
 
 
 def causes(table: Table) -> str:
-    """What each signal stands for."""
+    """Return a table with the meaning of each signal."""
     return _explain("signal", signals(table))
 
 
@@ -82,12 +82,12 @@ PARTS: Final = {"diagram": diagram, "changes": changes, "states": meanings, "sig
 
 
 def states(table: Table) -> list[enum.Enum]:
-    """In the order of their definition."""
+    """Return the states in the order of their definition."""
     return _members(state for state, _ in table)
 
 
 def signals(table: Table) -> list[enum.Enum]:
-    """In the order of their definition."""
+    """Return the signals in the order of their definition."""
     return _members(signal for _, signal in table)
 
 
@@ -102,7 +102,7 @@ def _explain(kind: str, members: Iterable[enum.Enum]) -> str:
 
 
 def _docstrings(members: type[enum.Enum]) -> dict[str, str]:
-    """The string below each member; Python keeps it in the source only."""
+    """Return the string below each enum member, parsed from the source: Python drops it at run time."""
     body = ast.parse(inspect.getsource(members)).body[0]
     said = {}
     if isinstance(body, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Memory that torch allocates, wherever it can."""
+"""Buffers in memory that torch allocates, on any of its devices."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ __all__ = ["TorchBuffer", "device_of_cuda", "device_of_nixl"]
 
 
 class TorchBuffer(Buffer):
-    """Memory of a device, read and written by copies."""
+    """A buffer in device memory, read and written by copies."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -33,11 +33,11 @@ class TorchBuffer(Buffer):
 
 
 def device_of_nixl() -> torch.device | None:
-    """A GPU that NIXL may know, if torch has one."""
+    """Return a GPU of a type that NIXL supports, if torch has one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found if found is not None and found.type in ("cuda", "xpu") else None
 
 
 def device_of_cuda() -> torch.device | None:
-    """The first GPU of CUDA, if there is one."""
+    """Return the first CUDA GPU, if there is one."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else None

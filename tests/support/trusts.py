@@ -1,4 +1,4 @@
-"""Keys for tests: each instance has its own, and all list each other."""
+"""Keys for tests: each instance has its own, and all trust each other."""
 
 from dataclasses import replace
 
@@ -9,18 +9,18 @@ __all__ = ["new_trust", "trusting", "trusts"]
 
 
 def new_trust() -> Trust:
-    """Keys of somebody who lists nobody, and whom nobody lists."""
+    """Return new keys without any trusted peers."""
     public, secret = new_keys()
     return Trust(public, secret)
 
 
 def trusting(own: Trust, registry: Trust | None = None, **instances: Trust) -> Trust:
-    """The same keys, with a list of others by instance."""
+    """Return the same keys with trusted peers by instance."""
     peers = tuple(TrustedKey(one.public, instance) for instance, one in instances.items())
     return replace(own, peers=peers, registry=() if registry is None else (registry.public,))
 
 
 def trusts(*instances: str) -> tuple[Trust, dict[str, Trust]]:
-    """Keys of a registry and of instances, of which each lists all."""
+    """Return the keys of a registry and of instances, which all trust each other."""
     registry, own = new_trust(), {name: new_trust() for name in instances}
     return trusting(registry, registry, **own), {name: trusting(one, registry, **own) for name, one in own.items()}

@@ -1,8 +1,8 @@
-"""Real cores of both sides, what lies between them, and the truth about memory beside them.
+"""Real cores of both sides in a simulated world that tracks every write.
 
-Two prefill ranks and two decode ranks share one room. `World` is the shells, the directory and the network: it carries
-effects out, keeps messages until somebody delivers, loses or repeats them, knows which writes are under way, and checks
-each promise as it is made. It does nothing by itself; tests say what happens next.
+Two prefill ranks and two decode ranks share one room. `World` plays the shells, the directory and the network: it
+executes effects, keeps messages until a test delivers, loses or repeats them, tracks the posts in flight, and checks
+each promise as it is made. It does nothing by itself; tests drive it step by step.
 """
 
 from dataclasses import dataclass, field
@@ -43,26 +43,26 @@ TIMEOUTS = Timeouts(
     transfer_s=40.0,
 )
 LIMITS = Limits(descriptors_planned_inline=3)
-"""Chunks of more than a token or so are planned beside the event loop."""
+"""Chunks of more than about one token are planned off the event loop."""
 
 BROKEN = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/0", "broken")
 
 Ends = tuple[PeerId, PeerId]
-"""Sender and receiver of messages; or a decode rank and a prefill rank."""
+"""Sender and receiver of messages, or a decode rank and a prefill rank."""
 
 Transfer = tuple[PeerId, int]
-"""A decode rank and a generation of it."""
+"""A decode rank and one of its generations."""
 
 Opening = tuple[PeerId, int]
-"""A prefill rank, and how often it has opened the room."""
+"""A prefill rank, and how many times it has opened the room."""
 
 PieceKey = tuple[PeerId, DeliveryId, int]
-"""A prefill rank, and a piece that it sends."""
+"""A prefill rank, and the delivery and number of a piece that it sends."""
 
 
 @dataclass
 class Post:
-    """A write that is under way."""
+    """A post in flight."""
 
     rank: PeerId
     delivery: DeliveryId
@@ -73,20 +73,20 @@ class Post:
 
 @dataclass
 class World:
-    """Everything outside of the cores.
+    """Everything outside the cores.
 
     Attributes:
         wanted: Tokens that each decode rank wants.
-        holding: Prefill ranks that hold any of them.
-        prefill: The present incarnation of each prefill rank.
-        wires: Messages on their way.
-        connections: Connections by decode and prefill rank, each with a number of its own.
-        breaks: Connections that broke, which their decode rank has yet to notice.
-        lookups: Decode ranks that have asked the directory.
-        compiling: Routes that are to be compiled.
+        holding: For each prefill rank, whether it holds any of them.
+        prefill: The current incarnation of each prefill rank.
+        wires: Messages in flight.
+        connections: Number of each connection, by decode and prefill rank.
+        breaks: Broken connections that their decode rank has yet to notice.
+        lookups: Decode ranks that wait for an answer of the directory.
+        compiling: Route compilations in progress.
         checking: Hellos that are being checked.
-        released: Pages that an operator has taken back; nothing is promised for them.
-        promised: Deliveries of which a prefill rank has said that nothing can be written any more.
+        released: Pages that an operator has released from quarantine; no promise covers them.
+        promised: Deliveries for which a prefill rank has promised that it writes nothing any more.
     """
 
     wanted: dict[PeerId, TokenRange]
@@ -127,7 +127,7 @@ class World:
 
     @property
     def _sides(self) -> list[KVLayout]:
-        """Layouts of the prefill ranks: each holds one head, or nothing that is wanted."""
+        """Layouts of the prefill ranks: each holds one wanted head, or none."""
         heads = [sum(self.holding[:rank]) for rank in range(2)]
         return [
             layout(heads=(head, head + 1)) if holds else layout("other")
@@ -167,7 +167,7 @@ class World:
             self.run_prefill(rank, ev.SendAborted(ROOM, BROKEN))
 
     def release(self, rank: PeerId) -> None:
-        """Take back what is in quarantine."""
+        """Release the quarantined pages of a rank, as an operator would."""
         if rank in DECODE:
             rooms = self.receivers[rank].core.rooms.rooms
             for generation in [key for key, room in rooms.items() if room.state.memory is Memory.QUARANTINED]:
@@ -180,7 +180,7 @@ class World:
             self.run_prefill(rank, ev.QuarantineReleased(ROOM))
 
     def restart(self, which: int) -> None:
-        """Kill a prefill process: its writes land no more. Another one takes its place."""
+        """Kill a prefill process, whose posts no longer land, and replace it."""
         old = self.prefill[which]
         self.dead.append(old)
         self.plans = {key: piece for key, piece in self.plans.items() if key[0] != old}
@@ -200,7 +200,7 @@ class World:
         return [ends for ends, wire in self.wires.items() if wire]
 
     def deliver(self, ends: Ends, place: int = 0, *, keep: bool = False) -> None:
-        """Hand a message over; one that is kept will come again."""
+        """Deliver a message; with `keep`, it stays in flight and can be delivered again."""
         sender, receiver = ends
         message = self.wires[ends][place] if keep else self.wires[ends].pop(place)
         if receiver in DECODE:
@@ -211,7 +211,7 @@ class World:
             self.run_prefill(receiver, ev.MessageArrived(connection, message))  # type: ignore[arg-type]
 
     def break_connection(self, ends: Ends) -> None:
-        """Lose what is under way; the connection is made anew, and the prefill rank knows it under another name."""
+        """Lose the messages in flight; replace the connection by one with another number."""
         self._connect(*ends)
         self.breaks[ends] = None
 
@@ -231,10 +231,10 @@ class World:
         if message not in wire:
             wire.append(message)
 
-    # The directory, and what is done beside the event loop ---------------------------------------------------------
+    # The directory, and work off the event loop --------------------------------------------------------------------
 
     def answer_lookup(self, decode: PeerId, *, is_stale: bool = False) -> None:
-        """Say who is registered; a stale answer names the incarnations before a restart."""
+        """Answer with the registered ranks; a stale answer has the incarnations before a restart."""
         del self.lookups[decode]
         found = list(self.prefill)
         if is_stale:
@@ -251,7 +251,7 @@ class World:
         self.run_prefill(rank, self.senders[rank].checked(hello, connection=connection))
 
     def answer_probe(self, ends: Ends) -> None:
-        """Only of a dead process does the host say that nobody listens."""
+        """Answer a probe: the host refuses connections only if the process is dead."""
         del self.probes[ends]
         self.run_decode(ends[0], ev.ProbeFinished(ends[1], ends[1] in self.dead))
 
@@ -289,7 +289,7 @@ class World:
         return self.receivers[rank] if rank in DECODE else self.senders[rank]
 
     def pass_time(self, seconds: float) -> None:
-        """Let deadlines come up, the earliest first, whoever has them."""
+        """Let time pass, and fire the deadlines of all ranks in order."""
         now = self.receivers[DECODE[0]].now
         end = now + seconds
         while (due := self._due(end)) is not None:
@@ -311,7 +311,7 @@ class World:
             self.driver(rank).now = now
 
     def settle(self) -> None:
-        """Do everything that is to be done now, well and in order."""
+        """Deliver all messages and finish all pending work, successfully and in order."""
         while self.busy() or self.is_working:
             for ends in self.busy():
                 if self.wires[ends]:
@@ -323,12 +323,12 @@ class World:
                 self.answer_lookup(decode)
 
     def settle_handshakes(self) -> None:
-        """Let every handshake that is wanted succeed."""
+        """Complete every pending handshake."""
         for decode in list(self.lookups):
             self.answer_lookup(decode)
         while self.compiling:
             self.compile(0)
-        for _ in range(2):  # hellos, and then the answers to them
+        for _ in range(2):  # hellos, then their answers
             for ends in self.busy():
                 for _ in range(len(self.wires[ends])):
                     if self.wires[ends]:
@@ -338,11 +338,11 @@ class World:
 
     @property
     def is_working(self) -> bool:
-        """Something is done beside the event loop."""
+        """Whether work off the event loop is pending."""
         return any((self.plans, self.posts, self.lookups, self.compiling, self.checking, self.probes, self.breaks))
 
     def work(self) -> None:
-        """Finish what is done beside the event loops."""
+        """Finish the pending work off the event loop."""
         while self.compiling:
             self.compile(0)
         while self.checking:
@@ -355,7 +355,7 @@ class World:
             if key in self.posts:
                 self.end_post(key, "well")
 
-    # How effects are carried out -----------------------------------------------------------------------------------
+    # Execution of effects ------------------------------------------------------------------------------------------
 
     def run_prefill(self, rank: PeerId, event: ev.PrefillEvent) -> None:
         effects = self.senders[rank](event)

@@ -1,4 +1,4 @@
-"""Waiting for what no event tells."""
+"""Polling for conditions without an event."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,6 @@ POLL_S = 0.001
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Look again and again; a condition that never comes true ends in the test's own time limit."""
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread, process or library
+    """Poll until a condition is true; the time limit of the test applies."""
+    while not condition():  # noqa: ASYNC110 - the condition depends on another thread, process or library
         await anyio.sleep(POLL_S)

@@ -1,8 +1,8 @@
 """One end of a control connection in a process of its own: `python -m tests.support.wire_process OPTIONS`.
 
-A listener reports its endpoint, and sends back what it hears. A dialer says hello at first and after each break, and
-reports `heard` and `lost`. Told to `fill`, either sends more than the other end takes if it reads nothing; told to
-`renew`, a listener lets nobody in any more; told to `close`, either closes. It reports when that is `done`.
+A listener reports its endpoint, and echoes messages. A dialer sends a hello at first and after each break, and reports
+`heard` and `lost`. On the order `fill`, either end sends more than the other one buffers without reading; on `renew`, a
+listener accepts no peer any more; on `close`, either end closes. It reports `done` after each.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ FILLING = [bytes(100_000)] * 100
 
 
 class WireOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Own keys and that of the other end, if there are any; where to connect to, else it listens."""
+    """Keys of this end and public key of the other one, if any; endpoint to connect to, or none to listen."""
 
     public: str = ""
     secret: str = ""
@@ -86,7 +86,7 @@ async def main(options: WireOptions) -> None:
             is_over.set()
             return
         getattr(end, order)()
-        loop.call_later(0, partial(print, "done", flush=True))  # after what it has put off
+        loop.call_later(0, partial(print, "done", flush=True))  # after work that it has deferred
 
     loop.add_reader(sys.stdin, obey)
     await is_over.wait()

@@ -1,7 +1,7 @@
-"""Pairs of instances with any layout, drawn at random, and a slow model of what a transfer between them means.
+"""Random pairs of instances with any layouts, and a slow model of a transfer between them.
 
-Nothing here uses kvflow's arithmetic: a cell is found by the formula that `Region` documents, one cell at a time, and
-which tokens a rank holds is found by counting.
+Nothing here uses kvflow's arithmetic: the model finds each cell by the formula that `Region` documents, and the tokens
+of a rank by counting.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ CellName = tuple[str, str, int, int, int]
 
 @dataclass
 class Rank:
-    """One rank's memory, and where the request lies in it.
+    """One rank's memory, and the request's pages in it.
 
     Attributes:
         memory: Real bytes.
-        base: Address that the layout gives to the first of them.
-        tables: For each component, the pages that hold the tokens from 0 that the rank holds.
+        base: Address of the first byte in the layout.
+        tables: Page table of each component, for those tokens of the request that the rank holds.
     """
 
     memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -39,7 +39,7 @@ class Rank:
     tables: dict[str, list[int]] = field(default_factory=dict)
 
     def cells(self, component: Component, num_tokens: int) -> Iterator[tuple[CellName, int]]:
-        """Every cell of the request that this rank holds, and where it begins in `memory`."""
+        """Yield every cell of the request that this rank holds, with its offset in `memory`."""
         table = self.tables[component.name]
         for region in component.regions:
             place = 0
@@ -60,7 +60,7 @@ class Rank:
                 place += 1
 
     def move(self, base: int) -> None:
-        """Give the layout other addresses."""
+        """Shift the addresses of the layout to another base."""
         shift, self.base = base - self.base, base
         components = tuple(
             replace(item, regions=tuple(replace(region, address=region.address + shift) for region in item.regions))
@@ -70,7 +70,7 @@ class Rank:
         self.layout = replace(self.layout, components=components, allocations=allocations)
 
     def scatter(self, locations: Sequence[Location]) -> None:
-        """Make each component an allocation of its own, in one location after another; bytes stay as they are."""
+        """Declare each component an allocation of its own, in successive locations; the bytes do not change."""
         allocations = []
         for component, location in zip(self.layout.components, locations, strict=False):
             start = min(region.address for region in component.regions)
@@ -79,7 +79,7 @@ class Rank:
         self.layout = replace(self.layout, allocations=tuple(allocations))
 
     def pages(self, name: str, tokens: tuple[int, int]) -> list[int]:
-        """The pages that the held ones of some tokens touch."""
+        """Return the pages with those of some tokens that this rank holds."""
         component = self.layout.component(name)
         before = [sum(_holds(component.shard, token) for token in range(end)) for end in tokens]
         size = component.tokens_per_slot
@@ -91,10 +91,10 @@ class World:
     """Two instances and a request.
 
     Attributes:
-        wanted: For each component, the tokens that decode wants.
-        cuts: For each component, where prefill cuts them into chunks.
-        num_tokens: For each component, tokens of the request (rows, for a slot).
-        head_bytes: For each tensor, the size of a cell.
+        wanted: Tokens of each component that decode wants.
+        cuts: Tokens of each component at which prefill starts a new chunk.
+        num_tokens: Tokens of the request in each component (rows, for a slot).
+        head_bytes: Cell size of each tensor.
     """
 
     prefill: dict[int, Rank]
@@ -105,14 +105,14 @@ class World:
     head_bytes: dict[tuple[str, str], int]
 
     def compute(self) -> None:
-        """Give every cell of the request a value of its own on every prefill rank."""
+        """Fill every cell of the request with its own value on every prefill rank."""
         for rank in self.prefill.values():
             for component in rank.layout.components:
                 for name, offset in rank.cells(component, self.num_tokens[component.name]):
                     rank.memory[offset : offset + self.size(name)] = self.value(name)
 
     def expected(self, rank: Rank, held: set[tuple[str, str, int]]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """What a decode rank's memory must be afterwards; `held` are the regions that prefill has."""
+        """Return the expected memory of a decode rank after the transfer; `held` are the regions that prefill has."""
         memory = np.full_like(rank.memory, UNTOUCHED)
         for component in rank.layout.components:
             start, stop = self.wanted[component.name]
@@ -124,7 +124,7 @@ class World:
         return memory
 
     def held(self) -> set[tuple[str, str, int]]:
-        """Regions that some prefill rank has."""
+        """Return the regions that some prefill rank has."""
         layouts = [rank.layout for rank in self.prefill.values()]
         return {
             (component.name, region.tensor, region.layer)
@@ -142,7 +142,7 @@ class World:
         return self.head_bytes[name[0], name[1]]
 
     def value(self, name: CellName) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """Bytes that no other cell has, none of them the fill."""
+        """Return the bytes of a cell, unlike those of other cells and without the fill byte."""
         text = repr(name).encode()
         digits = np.frombuffer(text, np.uint8).astype(np.uint64)
         mixed = int((digits * np.arange(1, len(digits) + 1, dtype=np.uint64) ** np.uint64(3)).sum())
@@ -150,7 +150,7 @@ class World:
 
 
 def execute(descriptors: Descriptors, source: Rank, target: Rank) -> None:
-    """Carry descriptors out on real memory."""
+    """Execute descriptors on real memory."""
     for (src, length, _), (dst, other, _) in zip(descriptors.src.tolist(), descriptors.dst.tolist(), strict=True):
         assert length == other > 0
         assert 0 <= src - source.base <= len(source.memory) - length
@@ -213,7 +213,7 @@ def component_specs(draw: st.DrawFn) -> list[ComponentSpec]:
 
 @st.composite
 def ranges(draw: st.DrawFn, spec: ComponentSpec) -> tuple[tuple[int, int], list[int]]:
-    """The tokens that are wanted, and where they are cut into chunks."""
+    """Draw the wanted tokens, and where to cut them into chunks."""
     if spec.kind == "slot":
         return (0, spec.num_tokens), []
     start = draw(st.integers(0, spec.num_tokens))
@@ -223,7 +223,7 @@ def ranges(draw: st.DrawFn, spec: ComponentSpec) -> tuple[tuple[int, int], list[
 
 @dataclass(frozen=True)
 class Split:
-    """How one side splits the model; `context` ranks share the tokens of each other component."""
+    """How one side splits the model; groups of `context` ranks split the tokens of each paged component."""
 
     tp: int
     pp: int
@@ -264,7 +264,7 @@ def ranks(draw: st.DrawFn, specs: list[ComponentSpec], *, is_decode: bool, high:
 
 
 class RankBuilder:
-    """Lays the components of one rank out in memory, with gaps and in any order of axes."""
+    """A builder that lays out the components of one rank in memory, with gaps and random axis order."""
 
     def __init__(self, seed: int, split: Split, *, is_decode: bool, high: bool) -> None:
         self._rng = np.random.default_rng(seed)
@@ -329,7 +329,7 @@ class RankBuilder:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """A world; about one in three has a context split on some side, one in two addresses with bit 63 set."""
+    """Draw a world: about one in three has a context split on some side, one in two has addresses with bit 63 set."""
     specs = draw(component_specs())
     high = draw(st.booleans())
     prefill = draw(ranks(specs, is_decode=False, high=high))

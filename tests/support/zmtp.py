@@ -1,4 +1,4 @@
-"""ZMTP over a plain TCP socket, for what libzmq does not do: messages that never end, say."""
+"""ZMTP over a plain TCP socket, for what libzmq never does, such as messages without an end."""
 
 import socket
 import struct
@@ -15,14 +15,14 @@ GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x0
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """A frame; its length comes before it."""
+    """Return a frame: flags, length and body."""
     if len(body) > 255:
         return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
     return bytes([flags, len(body)]) + body
 
 
 def properties(kind: bytes, identity: bytes = b"") -> bytes:
-    """What a socket of a kind says of itself in a handshake."""
+    """Return the properties that a socket type sends in a handshake."""
     return _property(b"Socket-Type", kind) + _property(b"Identity", identity)
 
 
@@ -31,7 +31,7 @@ def _property(name: bytes, value: bytes) -> bytes:
 
 
 class Wire:
-    """A TCP connection, one that was accepted or to an endpoint."""
+    """A TCP connection, accepted or opened to an endpoint."""
 
     def __init__(self, other_end: str | socket.socket) -> None:
         if isinstance(other_end, str):
@@ -55,7 +55,7 @@ class Wire:
         return self.read(int.from_bytes(self.read(8 if flags & LONG else 1)))
 
     def send(self, data: bytes) -> bool:
-        """Send bytes; say whether the connection still stood."""
+        """Send bytes; return whether the connection was still open."""
         try:
             self.line.sendall(data)
         except OSError:
@@ -63,7 +63,7 @@ class Wire:
         return True
 
     def reset(self) -> None:
-        """Break the connection, as a process that is killed does while bytes wait to be read by it."""
+        """Reset the connection, as the kernel does for a killed process with unread data."""
         self.line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.line.close()
 
@@ -77,17 +77,17 @@ class Wire:
 
 
 class RawZmtp(Wire):
-    """A connection without keys that has greeted, as that of a DEALER, or of a ROUTER if it was accepted."""
+    """A connection without keys after its handshake, as a DEALER, or as a ROUTER if it was accepted."""
 
     def __init__(self, other_end: str | socket.socket, *, kind: bytes = b"DEALER", identity: bytes = b"") -> None:
         super().__init__(other_end)
-        with suppress(OSError):  # a listener with keys hangs up
+        with suppress(OSError):  # a listener with keys closes the connection
             self.line.sendall(GREETING)
             self.read(len(GREETING))
             self.line.sendall(frame(b"\x05READY" + properties(kind, identity), COMMAND))
-            self.read_frame()  # else what follows would come in the middle of its handshake
+            self.read_frame()  # later frames must not arrive during the handshake
 
     @classmethod
     def accepted(cls, listener: socket.socket) -> Self:
-        """Take the next connection of a listener."""
+        """Accept the next connection of a listener."""
         return cls(listener.accept()[0], kind=b"ROUTER")

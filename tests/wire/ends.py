@@ -1,4 +1,4 @@
-"""Both ends of a control connection, with what has come."""
+"""Both ends of a control connection, which keep received messages."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -14,7 +14,7 @@ LOCAL: Final = "tcp://127.0.0.1:0"
 
 
 class Server:
-    """A listener that keeps what comes."""
+    """A listener that keeps received messages."""
 
     def __init__(self, bind: str = LOCAL, advertise: str | None = None, *, trust: Trust = PLAIN) -> None:
         self.received: list[tuple[bytes, list[bytes]]] = []
@@ -38,7 +38,7 @@ class Server:
 
 
 class Client:
-    """A connection that keeps what comes, and counts its breaks."""
+    """A connection that keeps received messages, and counts its breaks."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
         self.received: list[list[bytes]] = []
@@ -69,7 +69,7 @@ def connected(bind: str = LOCAL) -> Iterator[tuple[Server, Client]]:
 
 
 async def meet(server: Server, client: Client) -> bytes:
-    """Exchange a message each way; gives the client's name."""
+    """Exchange a message each way; return the client's name."""
     client.send(b"hello")
     name, frames = await server.receive()
     assert frames == [b"hello"]

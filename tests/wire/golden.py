@@ -1,7 +1,7 @@
-"""One message of each kind, with every field set, and the bytes that stand for it in protocol version 3.
+"""One message of each kind, with every field set, and its bytes in protocol version 3.
 
-What is deployed reads these bytes. If a change of the code changes them, it needs a new version of the protocol; only a
-new message, or a new field with a default, may change the file: `python -m tests.wire.golden` writes it anew.
+Deployed versions read these bytes. A change of the code that changes them needs a new protocol version; only a new
+message, or a new field with a default, may change the file: `python -m tests.wire.golden` rewrites it.
 """
 
 from pathlib import Path
@@ -114,11 +114,11 @@ MESSAGES: Final[dict[str, wm.Message]] = {
     "pong": wm.Pong(peer=PREFILL),
     "goodbye": wm.Goodbye(peer=PREFILL, failure=FAILURE, fenced=True),
 }
-"""By the tag on the wire."""
+"""Messages by their tag on the wire."""
 
 
 def read() -> dict[str, bytes]:
-    """Return the bytes of the file by the tag of the message."""
+    """Return the bytes in the file by message tag."""
     lines = [line.split() for line in FILE.read_text().splitlines()]
     return {tag: bytes.fromhex(digits) for tag, digits in lines}
 

@@ -1,4 +1,4 @@
-"""Any message that a rank may send, as Hypothesis strategies."""
+"""Hypothesis strategies for all messages that a rank may send."""
 
 from typing import Final
 
@@ -13,7 +13,7 @@ from kvflow.wire import messages as wm
 __all__ = ["MESSAGES", "any_message", "layouts"]
 
 ids: Final = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
-"""Rooms, generations, tokens, incarnations: whatever fits MessagePack."""
+"""Rooms, generations, tokens, incarnations: any unsigned integer of MessagePack."""
 
 counts: Final = st.integers(0, 2**32 - 1)
 positive_counts: Final = st.integers(1, 2**32 - 1)
@@ -32,7 +32,7 @@ failures: Final = st.builds(wm.Failure, st.sampled_from(FailureReason), st.sampl
 
 @st.composite
 def regions(draw: st.DrawFn, tensor: str, layer: int, pages: tuple[int, int]) -> Region:
-    """A region whose cells follow one another, anywhere in 64 bits."""
+    """Draw a region with adjacent cells, anywhere in 64 bits."""
     slots, tokens_per_slot = pages
     first, num_heads, head_bytes = draw(st.tuples(st.integers(0, 8), st.integers(1, 4), st.integers(1, 512)))
     size = slots * tokens_per_slot * num_heads * head_bytes

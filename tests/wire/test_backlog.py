@@ -1,4 +1,4 @@
-"""Peers that do not take what is sent to them lose their connection, and nobody else does; on real sockets."""
+"""Peers that do not read lose their connection, and no other peer does; on real sockets."""
 
 import socket
 from collections.abc import Callable
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.anyio
 MIB: Final = 2**20
 LIMIT: Final = 4 * MIB
 ENOUGH: Final = 14
-"""MiB: more than the limit, and than the kernel keeps besides."""
+"""MiB: more than the limit and the kernel's buffers together."""
 
 
 class Silent(RawZmtp):
-    """Says hello to a server, and reads nothing from then on."""
+    """A connection that sends a hello to a server, and then reads nothing."""
 
     send_to: Callable[[bytes], None]
 
@@ -46,7 +46,7 @@ class Silent(RawZmtp):
 
 
 async def fill(mib: int, *sends: Callable[[bytes], None]) -> None:
-    """Send as much to each."""
+    """Send `mib` MiB over each connection."""
     for _ in range(mib):
         for send in sends:
             send(bytes(MIB))

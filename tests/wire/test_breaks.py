@@ -1,4 +1,4 @@
-"""Listeners that come late or come back, and a network that breaks."""
+"""Listeners that start late or return, and a network that breaks."""
 
 import socket
 from contextlib import closing
@@ -19,17 +19,17 @@ from tests.wire.ends import LOCAL, Client, Server, meet
 pytestmark = pytest.mark.anyio
 
 RECOVERED_S: Final = 10.0
-"""What is promised; without heartbeats it would not happen at all."""
+"""Promised limit of the recovery time; without heartbeats there would be no recovery."""
 
 PING: Final = frame(b"\x04PING" + (SILENCE_MS // 100).to_bytes(2), COMMAND)
-"""A heartbeat as dialers send it."""
+"""A heartbeat of a dialer."""
 
 APART: Final = "127.7.7.7"
-"""An address of this host that no other connection comes from, so that a port stays free between two servers."""
+"""A loopback address that no other connection uses: a port stays free between two servers."""
 
 
 async def bind_again(endpoint: str) -> Server:
-    """Listen where a closed server was; its socket is given back in the background."""
+    """Listen at the endpoint of a closed server, whose socket is released in the background."""
     opened: list[Server] = []
 
     def bind() -> bool:
@@ -44,14 +44,14 @@ async def bind_again(endpoint: str) -> Server:
 
 
 def free_endpoint() -> str:
-    """Where nobody listens, for certain: a closed server would still take a message or two."""
+    """Return an endpoint without a listener; a recently closed server would still accept messages."""
     with socket.socket() as held:
         held.bind((APART, 0))
         return f"tcp://{APART}:{held.getsockname()[1]}"
 
 
 def is_answered(endpoint: str) -> bool:
-    """Return whether somebody takes connections there, as a closed server does for a moment yet."""
+    """Return whether an endpoint still accepts connections, as a closed server does for a moment."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=0.2) as line:
         try:
@@ -80,11 +80,11 @@ async def test_client_keeps_its_name_when_the_server_is_restarted() -> None:
         first.close()
         with closing(await bind_again(first.endpoint)) as second:
             assert await meet_again(second, client) == name
-            assert client.num_lost == 1  # not once for each attempt to connect
+            assert client.num_lost == 1  # once, not for each attempt to connect
 
 
 async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host connects it to nobody; each attempt ends with ZMQ's handshake, and breaks nothing that was made."""
+    """Nobody accepts at the kept port: each attempt fails in ZMQ's handshake, and does not count as a break."""
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 100)
     first = Server(f"tcp://{APART}:0")
     first.close(keep_port=True)
@@ -96,7 +96,7 @@ async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypat
         with pytest.raises(ConfigError, match="cannot be bound") as caught:
             Server(first.endpoint)
         assert "in use" in str(caught.value.values["detail"])
-        sockets.ports.close(first.listener._port_fd)  # as the end of the process does
+        sockets.ports.close(first.listener._port_fd)  # as the exit of the process does
         with closing(await bind_again(first.endpoint)) as second:
             name, frames = await second.receive()
             assert frames == [b"early"]
@@ -106,7 +106,7 @@ async def test_a_client_of_a_port_that_is_kept_finds_who_binds_it_next(monkeypat
 
 
 async def meet_again(server: Server, client: Client) -> bytes:
-    """Send until something arrives: what was on its way when the connection broke is lost."""
+    """Send until a message arrives: messages in flight at the break are lost."""
     received: list[bytes] = []
 
     async def receive() -> None:
@@ -124,7 +124,7 @@ async def meet_again(server: Server, client: Client) -> bytes:
 
 
 class Cable:
-    """A network between a client and a server that can be cut; it is whole again at once."""
+    """A relay between a client and a server whose connections can be cut; new ones work at once."""
 
     def __init__(self, endpoint: str) -> None:
         self._port = int(endpoint.rpartition(":")[2])
@@ -142,7 +142,7 @@ class Cable:
             await stream.aclose()
 
     def swallow(self) -> None:
-        """Lose all that the connections of now carry from now on, without closing them: they are half open."""
+        """Discard everything that the current connections carry, without closing them: they are half open."""
         self._swallowed.update(self._streams)
 
     async def _connect(self, near: SocketStream) -> None:
@@ -175,7 +175,7 @@ async def test_name_and_connection_survive_a_break_of_the_network() -> None:
 
 
 async def test_half_open_connection_is_replaced() -> None:
-    """A middlebox has forgotten a connection: nothing comes through it any more, and nobody closes it."""
+    """A middlebox has lost the state of a connection: it passes nothing any more, and neither end closes it."""
     async with anyio.create_task_group() as tasks:
         with closing(Server(LOCAL)) as server:
             cable = Cable(server.endpoint)
@@ -194,7 +194,7 @@ async def test_half_open_connection_is_replaced() -> None:
 
 @pytest.mark.parametrize("last", [frame(b"hello"), frame(b"hello") + PING], ids=["a message", "a heartbeat"])
 async def test_a_client_that_falls_silent_is_disconnected(last: bytes) -> None:
-    """Its process was stopped, or its host is gone: nothing comes any more, and nobody closes the connection."""
+    """Its process was stopped, or its host is gone: nothing arrives any more, and no one closes the connection."""
     with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
         raw.send(PING + last)
         name, _ = await server.receive()

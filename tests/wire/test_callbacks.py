@@ -1,4 +1,4 @@
-"""What control sockets call, when, and in which order."""
+"""Callbacks of control sockets: when and in which order they are called."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ NUM_ROUNDS = 500
 
 
 async def test_answers_from_within_callbacks_go_on_and_on() -> None:
-    """Each message is sent while another is taken, so that ZMQ's descriptor alone would not tell of all."""
+    """Each message is sent while another is read, and ZMQ's file descriptor alone does not signal all of them."""
     answered: list[bytes] = []
 
     def answer(name: bytes, frames: Sequence[bytes]) -> None:
@@ -81,7 +81,7 @@ async def test_what_came_before_a_break_is_told_before_it() -> None:
 
 @pytest.mark.parametrize("num_messages", [0, 1, sockets.MESSAGES_AT_ONCE, sockets.MESSAGES_AT_ONCE * 2])
 async def test_the_last_message_of_a_turn_may_be_the_last_of_all(num_messages: int) -> None:
-    """Connections tell of a break when all messages were taken; no event of ZMQ would tell of that later."""
+    """Connections report a break after the last message was read; no later ZMQ event would trigger that."""
     taken: list[bytes] = []
     counts: list[int] = []
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PAIR) as sender:

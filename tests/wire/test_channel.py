@@ -1,4 +1,4 @@
-"""Control sockets on a real network: both ways, refusals at once, and never a hang."""
+"""Control sockets on a real network: both directions, immediate refusals, no hangs."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def refused(send: Callable[[], None]) -> Unreachable:
-    """Send until it fails."""
+    """Send until it fails; return the error."""
     errors: list[Unreachable] = []
 
     def fails() -> bool:
@@ -37,7 +37,7 @@ async def refused(send: Callable[[], None]) -> Unreachable:
 
 
 def send_for_ever(server: Server, name: bytes) -> NoReturn:
-    """Nobody on this event loop reads meanwhile."""
+    """Send without yielding to the event loop, which reads nothing meanwhile."""
     while True:
         server.send(name, bytes(100_000))
 
@@ -106,7 +106,7 @@ async def test_ipv6(advertise: str | None) -> None:
 
 
 async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a name, libzmq takes one kind of address; the kind is found out first."""
+    """For a name, libzmq uses one address family, which kvflow determines first."""
     asked: list[str] = []
 
     def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
@@ -132,7 +132,7 @@ async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is raised in a callback would only reach the event loop, and the peer would never be dialled again."""
+    """An exception in a callback would only reach the event loop, and the peer would never be dialled again."""
     monkeypatch.setattr(dialer, "RECONNECT_MAX_MS", 10)
     failures = [zmq.ZMQError(zmq.EMTHREAD), zmq.ZMQError(zmq.EINVAL)]
     real = sockets.ZmqSocket.connect
@@ -192,7 +192,7 @@ async def test_address_in_use() -> None:
 
 
 async def test_the_event_loop_forgets_a_socket_that_could_not_be_bound() -> None:
-    """Else it takes the next socket, whose descriptor has the same number, for this one and never looks at it."""
+    """Otherwise it mistakes the next socket with the same descriptor number for this one, and never polls it."""
     loop: Any = asyncio.get_running_loop()
     with closing(Server(LOCAL)) as server:
         known = set(loop._selector.get_map())
@@ -221,7 +221,7 @@ async def test_endpoint_that_cannot_be_dialled(endpoint: str) -> None:
 @pytest.mark.parametrize("port", [65_536, 99_999, -1])
 @pytest.mark.parametrize("kind", [Server, Client])
 async def test_port_that_does_not_exist(kind: type[Server | Client], port: int) -> None:
-    """Not another port, which is what the low 16 bits would name."""
+    """The port must not be truncated to its low 16 bits."""
     with pytest.raises(ConfigError), closing(kind(f"tcp://127.0.0.1:{port}")):
         pass
 
@@ -286,7 +286,7 @@ async def test_close_gives_files_back() -> None:
         with connected() as (server, client):
             await meet(server, client)
 
-    with connected():  # whatever is opened once for the whole process is open now
+    with connected():  # opens everything that is opened once per process
         await use()
         before = num_files()
         for _ in range(20):

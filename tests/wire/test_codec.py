@@ -62,7 +62,7 @@ def refused(data: bytes) -> RemoteProtocolError:
 
 
 def accepted(data: bytes) -> Message | None:
-    """The message, or None if the bytes are refused; every other error is the test's failure."""
+    """Return the decoded message, or None if the bytes are refused; any other error fails the test."""
     try:
         return decode(data)
     except RemoteProtocolError:
@@ -70,7 +70,7 @@ def accepted(data: bytes) -> Message | None:
 
 
 def raw(value: object) -> bytes:
-    """Bytes of a message that no type has checked."""
+    """Encode a message without type checks."""
     return HEADER + msgspec.msgpack.encode(value)
 
 
@@ -284,7 +284,7 @@ def test_a_long_grant_is_one_of_few_large_values() -> None:
 
 
 Edit = Callable[[dict[str, Any]], object]
-"""Makes a layout contradict itself; regions are lists: tensor, layer, address, slots, strides ..., head_bytes."""
+"""A change that makes a layout contradict itself; regions are lists: tensor, layer, address, slots, ..., head_bytes."""
 
 CONTRADICTIONS: Final[dict[str, Edit]] = {
     "no component": lambda layout: layout.update(components=[]),
@@ -332,7 +332,7 @@ NOT_DIALLED: Final = ["tcp://host:0", "tcp://*:1"]
 
 @pytest.mark.parametrize("endpoint", [*BAD_ENDPOINTS, *NOT_DIALLED])
 def test_record_without_a_usable_endpoint(endpoint: str) -> None:
-    """A rank that is told of such a record could not connect, and could not even ask whether it is alive."""
+    """A rank that receives such a record could neither connect to its rank nor probe it."""
     unchecked = fields(REGISTER)
     unchecked["record"]["endpoint"] = endpoint
     assert "record has no usable endpoint" in str(refused(raw(unchecked)))
@@ -353,7 +353,7 @@ def test_random_bytes(data: bytes) -> None:
 @settings(max_examples=400, deadline=None)
 @given(any_message, st.data())
 def test_damaged_messages(message: Message, data: st.DataObject) -> None:
-    """A few bytes overwritten, cut out or put in; what still is a message is one that can travel again."""
+    """A few bytes are overwritten, deleted or inserted; a result that still decodes must encode again."""
     damaged = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(damaged)))
@@ -373,7 +373,7 @@ def test_one_hostile_value_anywhere(message: Message, position: int, value: byte
 
 
 def put(inside: Any, path: tuple[str | int, ...], value: object) -> Any:
-    """The same with one value deep inside replaced."""
+    """Return a copy with one nested value replaced."""
     if not path:
         return value
     if isinstance(inside, list):

@@ -1,4 +1,4 @@
-"""Control sockets with keys: who gets in, who learns why not, and what changes while they are open."""
+"""Control sockets with keys: accepted and refused peers, and key changes while the sockets are open."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Ends:
-    """Keys of a listener and of one that it lists."""
+    """Keys of a listener and of a client that trust each other."""
 
     def __init__(self) -> None:
         server, client = new_trust(), new_trust()
@@ -187,7 +187,7 @@ async def test_name_that_another_key_gives_itself_is_another_connection(monkeypa
 
 
 async def test_lists_that_change_while_a_name_is_looked_up() -> None:
-    """Its addresses may come when there is no key left to connect with."""
+    """Its addresses may arrive when no key is left to connect with."""
     ends = Ends()
     with closing(Server(trust=ends.server)) as server:
         endpoint = server.endpoint.replace("127.0.0.1", "localhost")
@@ -224,6 +224,6 @@ async def test_misuse() -> None:
             server.send(b"nobody", b"")
     server.listener.renew(ends.server)
     with closing(Server(LOCAL)) as server, closing(Client(server.endpoint)) as client:
-        client.connection.renew(ends.keys)  # of one that was made without keys
+        client.connection.renew(ends.keys)  # this connection was created without keys
         await meet(server, client)
     client.connection.renew(ends.keys)

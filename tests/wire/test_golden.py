@@ -1,4 +1,4 @@
-"""The bytes of protocol version 3 stay what they are."""
+"""Stability of the encoding of protocol version 3."""
 
 import typing
 
@@ -28,7 +28,7 @@ def test_message_is_read_as_ever(tag: str) -> None:
 
 @pytest.mark.parametrize("tag", golden.MESSAGES)
 def test_no_field_is_left_at_its_default(tag: str) -> None:
-    """Else a change of its encoding would not be seen."""
+    """At its default, a change of the field's encoding would go unnoticed."""
     message = golden.MESSAGES[tag]
     for field in msgspec.structs.fields(message):
         assert getattr(message, field.name) != field.default

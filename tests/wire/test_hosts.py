@@ -1,4 +1,4 @@
-"""Under which host others reach this process."""
+"""The host under which peers reach this process."""
 
 import threading
 
@@ -31,7 +31,7 @@ async def test_the_own_address_on_the_way_to_an_endpoint(endpoint: str, host: st
 
 
 def test_the_own_address_is_not_known_when_the_system_allows_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an event loop of its own, which has no idle workers."""
+    """The test uses its own event loop, which has no idle workers."""
 
     async def run() -> None:
         with monkeypatch.context() as patch:

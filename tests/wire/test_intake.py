@@ -1,4 +1,4 @@
-"""Peers that send too much at once lose their connection, and nobody else does; on real sockets."""
+"""Peers that send too much at once lose their connection, and no other peer does; on real sockets."""
 
 import socket
 import subprocess
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def flood(endpoint: str, data: bytes) -> int:
-    """Send the same again and again until the connection is broken; give the number of bytes."""
+    """Send the same data repeatedly until the connection breaks; return the number of bytes sent."""
     sent = 0
     with RawZmtp(endpoint) as raw:
         while await anyio.to_thread.run_sync(raw.send, data):
@@ -97,7 +97,7 @@ def trusts() -> tuple[Trust, Trust]:
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["plain", "keys"])
 async def test_what_was_taken_waits_no_longer(with_keys: bool) -> None:
-    """To the byte, whatever the size: one byte too many for each of these messages would be more than is allowed."""
+    """The accounting is exact for any size: one byte of error per message would exceed the limit."""
     server_trust, client_trust = trusts() if with_keys else (PLAIN, PLAIN)
     keys = ClientKeys(client_trust, (server_trust.public,)) if with_keys else None
     with closing(Server(trust=server_trust)) as server, closing(Client(server.endpoint, keys)) as client:
@@ -143,7 +143,7 @@ async def test_of_many_who_send_those_that_send_most_lose_their_connections(monk
         for raw, size in zip(raws, sizes, strict=True):
             await anyio.to_thread.run_sync(send_mib, raw, size)
         await until(lambda: server.kinds)
-        assert server.kinds == ["connection_cut"]  # of 77 MiB, 62 are left
+        assert server.kinds == ["connection_cut"]  # 62 of 77 MiB are left
         assert await anyio.to_thread.run_sync(hung_up, raws[-1])
 
 
@@ -163,7 +163,7 @@ def take_while_the_event_loop_stands_still(server: Server) -> None:
 
 
 async def test_who_connects_after_one_was_cut_is_heard_from_the_first_message_on() -> None:
-    """Its connection has the descriptor of the broken one, and messages are taken before the news of connections."""
+    """Its connection reuses the descriptor of the broken one, and messages are read before connection events."""
     with closing(Server()) as server:
         with RawZmtp(server.endpoint) as raw:
             raw.send(frame(b"x", MORE) * 3 + frame(b"end"))
@@ -212,7 +212,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("way", ["accepted", "made"])
 def test_a_connection_that_breaks_while_much_waits_ends_no_process(way: str) -> None:
-    """As libzmq 4.3.5 does if a queue has a bound; it notices at the next heartbeat."""
+    """If the queue has a limit, libzmq 4.3.5 aborts at the next heartbeat."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "listens" if way == "accepted" else f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Asking a host whether anybody listens: only a refusal says that nobody does."""
+"""Probes of a port: only a refusal proves that no process listens."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.wire.ends import LOCAL, Server
 pytestmark = pytest.mark.anyio
 
 ANSWERS_S = 5.0
-"""Time for a host that answers; no test waits for it to pass."""
+"""Time limit for a host that answers; no test waits this long."""
 
 
 is_refused = ZmqControl().is_refused
@@ -36,7 +36,7 @@ def listening(host: str = "127.0.0.1", family: int = socket.AF_INET, backlog: in
 
 @contextmanager
 def full(port: int) -> Iterator[None]:
-    """Connections that nobody accepts, until the host takes no more: it says nothing then, as one that is cut off."""
+    """Fill the accept queue of a port: the host then no longer answers, like one that is cut off."""
     waiting: list[socket.socket] = []
     try:
         while True:
@@ -72,7 +72,7 @@ async def test_a_control_socket_is_not_refused_and_works_on() -> None:
 
 
 async def test_a_process_that_accepts_nothing_is_not_refused() -> None:
-    """A stopped process looks like that: the host still answers for it."""
+    """A stopped process looks like this: its host still completes connections."""
     with listening() as port:
         assert not await is_refused(f"tcp://127.0.0.1:{port}", ANSWERS_S)
 
@@ -111,7 +111,7 @@ async def test_a_host_that_none_can_be_is_not_refused(host: str) -> None:
 
 
 async def test_a_zone_that_is_too_long_is_not_even_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python raises a UnicodeError for it, in a group. Addresses come from peers, so it must not break a rank."""
+    """Python raises a UnicodeError for it, in a group. Addresses come from peers, and must not break a rank."""
     endpoint = f"tcp://[fe80::1%{'a' * 64}]:1"
     with pytest.raises(ConfigError):
         await is_refused(endpoint, ANSWERS_S)

@@ -1,4 +1,4 @@
-"""What a process may run out of, and what its children must not keep."""
+"""Shortage of resources in a process, and what its children must not keep."""
 
 import subprocess
 import sys
@@ -104,7 +104,7 @@ asyncio.run(main())
 
 @contextmanager
 def parent_of_a_child(*words: str) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
-    """A process that listens has forked a child, which lives on when it is killed. Gives its endpoint, too."""
+    """Start a listening process with a forked child that survives it; yield the process and its endpoint."""
     command = [sys.executable, "-c", FORKED, *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -116,7 +116,7 @@ def parent_of_a_child(*words: str) -> Iterator[tuple["subprocess.Popen[bytes]", 
 
 @pytest.mark.anyio
 async def test_a_forked_child_does_not_keep_the_port() -> None:
-    """Peers take a port that is refused as the proof that its process has ended."""
+    """Peers take a refused port as proof that its process has ended."""
     with parent_of_a_child() as (parent, endpoint):
         assert endpoint.startswith("tcp://127.0.0.1:")
         parent.kill()

@@ -1,4 +1,4 @@
-"""Long messages are read beside the event loop, one at a time, and nothing of a connection overtakes them."""
+"""Long messages are decoded off the event loop, one at a time, and no message of their connection overtakes them."""
 
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,7 +28,7 @@ PING = encode(Ping(peer=PREFILL))
 
 
 class Slow:
-    """Threads that do nothing before they may."""
+    """Worker threads that wait for a permission of the test."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Semaphore(0)
@@ -46,7 +46,7 @@ class Slow:
 
 
 class Ends:
-    """What was read, or refused, of which connection; a connection's first letter names its principal."""
+    """Record of read and refused messages by connection; a connection's first letter is its principal."""
 
     def __init__(self, start_task: Callable[..., object], run_in_thread: Any) -> None:
         self.told: list[Told] = []

@@ -1,4 +1,4 @@
-"""What making a socket leaves behind in the C library."""
+"""Effects of socket creation on the C library."""
 
 import ctypes
 
@@ -23,7 +23,7 @@ def test_rand_goes_on_with_its_own_sequence() -> None:
 
 
 def test_rand_never_uses_memory_that_was_freed() -> None:
-    """Two threads that made sockets at the same time left it with the state of the first one, which was freed."""
+    """Two threads that created sockets at the same time left `rand` with the first one's state, which was freed."""
     before = state_of_rand()
     first, second = sockets._seeded(), sockets._seeded()
     first.__enter__()

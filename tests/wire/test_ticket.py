@@ -1,4 +1,4 @@
-"""Tickets: what survives a router, and what is refused of what does not."""
+"""Tickets: encodings that survive a router, and rejection of damaged ones."""
 
 import json
 from dataclasses import replace

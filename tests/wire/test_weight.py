@@ -1,4 +1,4 @@
-"""How many values a MessagePack message has, against a decoder that makes all of them."""
+"""The count of values in a MessagePack message, compared to a decoder that creates all of them."""
 
 from typing import Any
 
