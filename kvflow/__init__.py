@@ -45,14 +45,13 @@ if TYPE_CHECKING:
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
     from kvflow.state.events import LayersReady
-    from kvflow.state.quarantine import Awaited, MissingProof
+    from kvflow.state.quarantine import MissingProof, ProofKind
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
     from kvflow.trust import Trust, TrustedKey
     from kvflow.wire.ticket import ticket_for_room
 
 __all__ = [
-    "Awaited",
     "BackendError",
     "BackendUnavailable",
     "CapacityExceeded",
@@ -75,6 +74,7 @@ __all__ = [
     "PlanError",
     "PrefillConfig",
     "PrefillRank",
+    "ProofKind",
     "Proofs",
     "ProtocolError",
     "QuarantineRecord",
@@ -110,7 +110,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 _HOMES: Final = {
-    "Awaited": "kvflow.state.quarantine",
+    "ProofKind": "kvflow.state.quarantine",
     "BackendError": "kvflow.errors",
     "BackendUnavailable": "kvflow.errors",
     "CapacityExceeded": "kvflow.errors",

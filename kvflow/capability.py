@@ -16,7 +16,7 @@ import msgspec
 
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId, as_room
-from kvflow.trust import is_named
+from kvflow.trust import matches_instance
 
 __all__ = ["KEY_BYTES", "MAX_CAPABILITY", "denial", "sign"]
 
@@ -89,7 +89,7 @@ def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str
         return "capability has expired"
     if type(fields.room) is not type(room) or fields.room != room:
         return "capability is for a different room"
-    if fields.prefill != prefill or not is_named(fields.decode, decode):
+    if fields.prefill != prefill or not matches_instance(fields.decode, decode):
         return "capability is for different instances"
     return ""
 

@@ -37,9 +37,9 @@ __all__ = [
     "check_endpoint",
     "check_host",
     "check_instance_name",
+    "check_needs_trust",
     "check_num_ranks",
     "check_priority",
-    "check_reach",
     "check_type",
     "is_instance_name",
     "join_address",
@@ -133,7 +133,7 @@ def check_endpoint(setting: str, address: object) -> None:
         )
 
 
-def check_reach(setting: str, address: str, trust: Trust | None) -> None:
+def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
     """Reject a non-loopback address if no trust is configured.
 
     Args:
@@ -501,7 +501,7 @@ class RankConfig:
             check_trust(self.trust)
         if self.registry is not None:
             check_endpoint("registry", self.registry)
-            check_reach("registry", self.registry, self.trust)
+            check_needs_trust("registry", self.registry, self.trust)
         check_type("backend", self.backend, str)
         if not self.backend:
             raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
@@ -607,7 +607,7 @@ class PrefillConfig(RankConfig):
         super().__post_init__()
         self._check_staging(self.staging_slot_bytes)
         check_bind(self.bind, self.advertise)
-        check_reach("bind", self.bind, self.trust)
+        check_needs_trust("bind", self.bind, self.trust)
         if self.packing not in get_args(Packing):
             raise ConfigError(
                 "unknown packing mode", setting="packing", value=self.packing, known=list(get_args(Packing))

@@ -22,9 +22,9 @@ from kvflow.config import (
     check_argument,
     check_duration,
     check_endpoint,
+    check_needs_trust,
     check_num_ranks,
     check_priority,
-    check_reach,
     is_instance_name,
 )
 from kvflow.directory import Directories
@@ -266,10 +266,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
             try:
-                check_reach("address", ticket.address, self.config.trust)
+                check_needs_trust("address", ticket.address, self.config.trust)
             except ConfigError as error:
                 raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
-            instance = ev.InstanceAt(ticket.address, ticket.issuer.rank.instance)
+            instance = ev.InstanceAddress(ticket.address, ticket.issuer.rank.instance)
             return ticket.room, instance, ticket.issuer, ticket.capability
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
@@ -278,8 +278,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             check_endpoint("prefill", prefill)
             prefill = Endpoint.parse(prefill)
         if isinstance(prefill, Endpoint):
-            check_reach("prefill", str(prefill), self.config.trust)
-            return room, ev.InstanceAt(str(prefill)), None, ""
+            check_needs_trust("prefill", str(prefill), self.config.trust)
+            return room, ev.InstanceAddress(str(prefill)), None, ""
         if not is_instance_name(prefill):
             raise LocalProtocolError(
                 "prefill must be an instance name, an address (tcp://HOST:PORT or a kvflow.Endpoint) or a ticket",
@@ -498,7 +498,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._connections.disconnect(peer)
             case ef.ProbePeer():
                 self._proofs.probe(effect)
-            case ef.AwaitFence():
+            case ef.WaitForFence():
                 self._proofs.fence(effect)
             case ef.CountAnomaly():
                 self._count_anomaly(effect)
@@ -529,7 +529,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self.dispatch(ev.LookUpRefused(instance, detail))
 
     @override
-    def _go_by(self, trust: Trust) -> None:
+    def _apply_trust(self, trust: Trust) -> None:
         self._connections.renew(trust)
         self._directories.renew(trust)
 

@@ -23,9 +23,9 @@ from kvflow.ports import Ports
 from kvflow.rank import Rank
 from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
+from kvflow.stages.authorization import Authorizer
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
-from kvflow.stages.gate import Gate
 from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
@@ -58,7 +58,7 @@ from kvflow.wire.messages import (
     SlotReleased,
 )
 from kvflow.wire.reading import OrderedReading
-from kvflow.wire.refusals import Refusals
+from kvflow.wire.rejections import RejectionLimiter
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
@@ -275,11 +275,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._refusals = Refusals(self._listener.names_of, self._ports.now)
-        self._gate = Gate(self._context, self._trust, self._listener.names_of, self._core.peer_at)
-        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._gate.principal_of)
+        self._rejections = RejectionLimiter(self._listener.names_of, self._ports.now)
+        self._authorizer = Authorizer(self._context, self._trust, self._listener.names_of, self._core.peer_at)
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._authorizer.principal_of)
         self._reading = OrderedReading(
-            REQUESTS, self._reading_context, self._gate.principal_of, self._take, self._reject
+            REQUESTS, self._reading_context, self._authorizer.principal_of, self._take, self._reject
         )
         record = RankRecord(
             peer=self.me,
@@ -295,7 +295,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self._listener.send, self._listener.names_of, self._ports.now, self._anomalies, record
             )
             self._resources.callback(self._directory.close)
-        self._resources.callback(self._withdraw)
+        self._resources.callback(self._unregister)
 
     @override
     def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
@@ -322,7 +322,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 self._planning.drop_plan(delivery, seq)
             case ef.AwaitData():
                 self._device_waits.start(effect)
-            case ef.ContinueSoon():
+            case ef.YieldTurn():
                 self._dispatch_soon(ev.TurnContinued())
             case ef.AdmitChunks():
                 self.line.admit()
@@ -338,14 +338,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 assert_never(effect)
 
     @override
-    def _go_by(self, trust: Trust) -> None:
+    def _apply_trust(self, trust: Trust) -> None:
         is_same = trust.keeps(self._trust)
         self._listener.renew(trust)
-        self._gate.trust = trust
+        self._authorizer.trust = trust
         if self._registry is not None:
             self._registry.renew(self._registry_keys(trust))
         for connection, peer in self._core.peers_by_connection().items():
-            if not self._gate.may_speak(connection, peer):
+            if not self._authorizer.may_speak(connection, peer):
                 self.dispatch(ev.PeerRevoked(peer))
             elif not is_same:  # all peers with a valid key reconnect, within their lease
                 self.dispatch(ev.ReplyLost(connection))
@@ -373,11 +373,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if not self._is_too_much(connection, unread):
             self._reading.take(connection, unread)
         elif unread.is_long or self._is_of_stranger(connection, unread):
-            self._refusals.add(connection, len(unread.data))  # it was dropped, but received and decrypted
+            self._rejections.add(connection, len(unread.data))  # it was dropped, but received and decrypted
 
     def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message unread: its sender is over budget, or it is for another process."""
-        if self._gate.is_too_much(connection, unread):
+        if self._authorizer.is_too_much(connection, unread):
             return True
         if unread.kind not in DIRECTORY_KINDS:
             return False
@@ -396,9 +396,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if isinstance(message, DirectoryMessage):
             self._take_for_directory(connection, message, num_bytes)
             return
-        denied = self._gate.denial(connection, message)
+        denied = self._authorizer.denial(connection, message)
         if isinstance(message, Hello):
-            principal = self._gate.principal_of(connection)
+            principal = self._authorizer.principal_of(connection)
             self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
         else:
             self.dispatch(ev.MessageArrived(connection, message, denied))
@@ -410,7 +410,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._directory.take(connection, message)
         except RemoteProtocolError as error:
             self._anomalies.count("registration_rejected", detail=str(error))
-            self._refusals.add(connection, num_bytes)
+            self._rejections.add(connection, num_bytes)
 
     def _reject(self, connection: bytes, error: RemoteProtocolError, num_bytes: int) -> None:
         """Count a message that is malformed or dropped.
@@ -421,7 +421,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._anomalies.count(
             "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
         )
-        self._refusals.add(connection, num_bytes)
+        self._rejections.add(connection, num_bytes)
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send a message. If that fails, the message is lost: it is retransmitted if it matters, or the lease ends."""
@@ -441,7 +441,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._send(connection, Goodbye(peer=self.me, failure=failure))
 
     @override
-    def _withdraw(self) -> None:
+    def _unregister(self) -> None:
         if self._directory is not None:
             self._directory.withdraw()
         if self._registry is not None:

@@ -20,7 +20,7 @@ import anyio
 import numpy as np
 
 from kvflow.aio.alarm import Alarm
-from kvflow.aio.shield import to_the_end
+from kvflow.aio.shield import run_shielded
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.yielding_queue import YieldingQueue
 from kvflow.backends import create_backend
@@ -50,7 +50,7 @@ from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.quarantine import Awaited, Footprint, MissingProof, Quarantine
+from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
@@ -186,7 +186,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             await self._tasks.open()
         except BaseException:
             self._resources.close()
-            await to_the_end(self._backend.aclose())
+            await run_shielded(self._backend.aclose())
             raise
         self._is_open = True
         if self.config.trust is not None and self.config.trust.is_plain:
@@ -198,7 +198,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.check_loop()
-        await to_the_end(self._leave())
+        await run_shielded(self._leave())
 
     async def _leave(self) -> None:
         try:
@@ -206,7 +206,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         finally:
             self._is_over = True
             for transfer in self._transfers.values():
-                transfer.rank_left()
+                transfer.mark_rank_closed()
             try:
                 self._resources.close()
             finally:
@@ -240,7 +240,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             return
         self._is_draining = True
         self._log.info("rank_draining", rooms=len(self._transfers))
-        self._withdraw()
+        self._unregister()
         self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
 
     def reload_trust(self, trust: Trust | None = None) -> None:
@@ -259,7 +259,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         self.check_open()
         trust = renewed_trust(self._trust, trust)
-        self._go_by(trust)
+        self._apply_trust(trust)
         self._trust = trust
         self._log.info("trust_reloaded", public=short(trust.public), peers=len(trust.peers))
 
@@ -468,7 +468,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._error = error
         self._log.error("rank_broken", exc_info=error)
         failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
-        self._withdraw()
+        self._unregister()
         self._say_goodbye(failure)
         for transfer in list(self._transfers.values()):
             outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
@@ -494,7 +494,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         try:
             self.request(event)
         except KvflowError:
-            transfer.never_begin()
+            transfer.mark_refused()
             if self._error is None:
                 self._num_unsettled -= 1
             del self._transfers[key]
@@ -553,7 +553,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
             since_s=transfer.quarantined_s,
             failure=transfer.failure,
-            missing=tuple(self._core.missing_proofs(key) if takes_proofs else [MissingProof("", "", Awaited.BROKEN)]),
+            missing=tuple(self._core.missing_proofs(key) if takes_proofs else [MissingProof("", "", ProofKind.BROKEN)]),
         )
 
     def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
@@ -605,7 +605,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             if not self._num_unsettled:
                 self._settled.set()
 
-    def _withdraw(self) -> None:
+    def _unregister(self) -> None:
         """Stop lookups from finding this rank."""
 
     def _settle_after_break(self) -> None:
@@ -626,7 +626,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """Create the core, sockets and stages on the event loop, and add what must be closed to `_resources`."""
 
     @abc.abstractmethod
-    def _go_by(self, trust: Trust) -> None:
+    def _apply_trust(self, trust: Trust) -> None:
         """Switch to other keys.
 
         Raises:

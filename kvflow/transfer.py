@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvflow.aio.flag import Flag
-from kvflow.aio.shield import to_the_end
+from kvflow.aio.shield import run_shielded
 from kvflow.errors import LocalProtocolError, TransferFailed
 from kvflow.observe.trace import TransferLine
 from kvflow.room import MAX_ROOM_BYTES, RoomId, as_room
@@ -133,7 +133,7 @@ class Transfer(abc.ABC):
         await self._safe.wait()
         return self.memory
 
-    def rank_left(self) -> None:
+    def mark_rank_closed(self) -> None:
         """Record that no further proof will arrive."""
         self._safe.set()
 
@@ -149,7 +149,7 @@ class Transfer(abc.ABC):
         self._opened_at = self._home.now()
         self.memory = memory
 
-    def never_begin(self) -> None:
+    def mark_refused(self) -> None:
         """Mark the transfer as refused: nothing will ever touch its pages, and its room belongs to another transfer."""
         self._is_refused = True
         self.memory = Memory.SAFE
@@ -224,7 +224,7 @@ class Transfer(abc.ABC):
         """Abort the transfer if it is open, then wait until its pages are safe or in quarantine, even if cancelled."""
         self.abort()
         if not self._settled.is_set:
-            await to_the_end(self._settled.wait())
+            await run_shielded(self._settled.wait())
 
     def _check_begun(self) -> None:
         if self._is_refused:

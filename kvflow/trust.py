@@ -20,7 +20,7 @@ __all__ = [
     "Trust",
     "TrustedKey",
     "is_key",
-    "is_named",
+    "matches_instance",
     "short",
 ]
 
@@ -42,7 +42,7 @@ def short(key: str) -> str:
     return key[:SHOWN]
 
 
-def is_named(pattern: str, instance: str) -> bool:
+def matches_instance(pattern: str, instance: str) -> bool:
     """Return whether an instance name matches a pattern; a trailing `*` matches any suffix."""
     if pattern.endswith(ANY):
         return instance.startswith(pattern.removesuffix(ANY))
@@ -73,7 +73,7 @@ class TrustedKey:
 
     def is_of(self, instance: str) -> bool:
         """Return whether an instance may use this key."""
-        return is_named(self.instance, instance)
+        return matches_instance(self.instance, instance)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 import anyio
 
-__all__ = ["to_the_end"]
+__all__ = ["run_shielded"]
 
 Result = TypeVar("Result")
 
 
-async def to_the_end(work: Coroutine[Any, Any, Result]) -> Result:
+async def run_shielded(work: Coroutine[Any, Any, Result]) -> Result:
     """Wait for work that must not be left halfway; a cancellation is raised once the work has ended.
 
     anyio's shielded scopes block only anyio's own cancellation, not `asyncio.Task.cancel`, which `asyncio.timeout` and

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.aio.doorbell import Doorbell
+from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.backends.base import Backend, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
 from kvflow.backends.host import host_view
@@ -108,14 +108,14 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
-        self._doorbell = Doorbell()
-        self._delivery = Delivery(on_events, on_broken, self._doorbell.call_soon)
+        self._waker = ThreadWaker()
+        self._delivery = Delivery(on_events, on_broken, self._waker.call_soon)
         try:
             owner = OwnerThread(f"kvflow-{self.name}-{agent_name}", self._break_down, self._intervals)
             self._agent = await self._start(owner, agent_name)
         except BaseException:
             self._delivery.cancel()
-            self._doorbell.close()
+            self._waker.close()
             raise
         self._owner = owner
         owner.submit(functools.partial(owner.adopt, self._agent))
@@ -210,7 +210,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
                 ) from error
             finally:
                 await owner.stop()
-                self._doorbell.close()
+                self._waker.close()
                 self._delivery.close()
 
     async def _call(self, function: Callable[[AnyAgent], Result], failure: type[BackendError] = BackendError) -> Result:

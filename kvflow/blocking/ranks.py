@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from kvflow import decode, prefill
-from kvflow.aio.changes import Changes
-from kvflow.aio.doorbell import Doorbell
+from kvflow.aio.change_queue import ChangeQueue
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.aio.switch_interval import SWITCHING
+from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.aio.warm_ups import WarmUps
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
@@ -55,7 +55,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
     ) -> None:
         if loop is not None and affinity is not None:
             raise ConfigError("affinity applies to the loop; pass it to LoopThread", affinity=affinity)
-        self._changes: Changes[AnyTransfer] = Changes()
+        self._changes: ChangeQueue[AnyTransfer] = ChangeQueue()
         self._unsettled: set[BlockingTransfer] = set()
         self._warm_ups: WarmUps[BlockingTransfer]
         self._switch_interval_s: float | None = None
@@ -90,8 +90,8 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
-            self._doorbell = self._portal.call(Doorbell)
-            stack.callback(self._portal.call, self._doorbell.close)
+            self._waker = self._portal.call(ThreadWaker)
+            stack.callback(self._portal.call, self._waker.close)
             stack.callback(self._portal.call, self._warm_ups.close)
             self._stack = stack.pop_all()
         self._is_open = True
@@ -111,7 +111,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
     def _abandon(self) -> None:
         """Detach from the rank, whose event loop stays with the parent. Call it in a process that was just forked."""
         self._is_open, self._is_forked = False, True
-        self._changes = Changes()
+        self._changes = ChangeQueue()
         self._changes.close()
 
     def __enter__(self) -> Self:
@@ -295,7 +295,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         """
         self._check_open()
         try:
-            self._doorbell.call_soon(call)
+            self._waker.call_soon(call)
         except RuntimeError as error:
             raise LocalProtocolError("rank is not open") from error
 

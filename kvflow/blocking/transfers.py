@@ -126,7 +126,7 @@ class BlockingTransfer:
             if self._has_pages:
                 self._rank._note_begun(self)
         except KvflowError as error:
-            self._transfer.never_begin()
+            self._transfer.mark_refused()
             self._fail(_reason_of(error), error)
             self._note_change()
 

@@ -8,7 +8,7 @@ from typing import Final
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnRefused, ignore_refusal
-from kvflow.state.budgets import Budgets
+from kvflow.state.rate_limiter import RateLimiter
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
@@ -84,7 +84,7 @@ class RegistryClient:
         self._is_closed = False
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
         self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject)
-        self._long_answers = Budgets[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
+        self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
         self._connection = context.ports.control.connect(
             endpoint, self._on_message, self._on_lost, keys=keys, on_refused=self._refused
         )

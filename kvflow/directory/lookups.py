@@ -10,7 +10,7 @@ from kvflow.directory.client import RegistryClient
 from kvflow.errors import Unreachable
 from kvflow.observe.logs import BoundLogger
 from kvflow.state.decode.instances import MAX_LOOKUPS
-from kvflow.state.events import InstanceAt, InstanceRef
+from kvflow.state.events import InstanceAddress, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
 from kvflow.wire.reading import ReadingContext
@@ -60,7 +60,7 @@ class Directories:
         self._context = context
         self._on_found = on_found
         self._loop = asyncio.get_running_loop()
-        self._at: OrderedDict[InstanceAt, tuple[RegistryClient, float]] = OrderedDict()
+        self._at: OrderedDict[InstanceAddress, tuple[RegistryClient, float]] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._on_refused = on_refused
         self._trust = trust
@@ -80,7 +80,7 @@ class Directories:
 
     def look_up(self, instance: InstanceRef, number: int) -> None:
         """Send a Lookup for an instance, once."""
-        if isinstance(instance, InstanceAt):
+        if isinstance(instance, InstanceAddress):
             with suppress(Unreachable):  # no socket left; the next lookup may get one
                 self._client_at(instance).look_up(instance.name, number)
         elif self._registry is not None:
@@ -103,7 +103,7 @@ class Directories:
         if self._registry is not None:
             self._registry.close()
 
-    def _client_at(self, instance: InstanceAt) -> RegistryClient:
+    def _client_at(self, instance: InstanceAddress) -> RegistryClient:
         now = self._now()
         if instance in self._at:
             client = self._at[instance][0]

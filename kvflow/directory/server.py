@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, Self
 
 import anyio.lowlevel
 
-from kvflow.config import check_bind, check_reach, check_type
+from kvflow.config import check_bind, check_needs_trust, check_type
 from kvflow.directory.service import DirectoryMessage, DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError
 from kvflow.keys import renewed_trust
@@ -16,7 +16,7 @@ from kvflow.ports import Listener, Ports
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, short
 from kvflow.wire.codec import Reader
-from kvflow.wire.refusals import Refusals
+from kvflow.wire.rejections import RejectionLimiter
 
 __all__ = ["Registry", "RegistryStatistics"]
 
@@ -67,7 +67,7 @@ class Registry:
         check_bind(bind, advertise)
         if trust is not None:
             check_type("trust", trust, Trust)
-        check_reach("bind", bind, trust)
+        check_needs_trust("bind", bind, trust)
         self._warns = trust is not None and trust.is_plain
         self._trust = trust or PLAIN
         self._bind = bind
@@ -83,7 +83,7 @@ class Registry:
         listener = self._listener = self._ports.control.listen(
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
-        self._refusals = Refusals(listener.names_of, self._ports.now)
+        self._rejections = RejectionLimiter(listener.names_of, self._ports.now)
         self._directory = DirectoryService(listener.send, listener.names_of, self._ports.now, self._anomalies)
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)
@@ -140,7 +140,7 @@ class Registry:
                 self._directory.take(connection, REQUESTS.read(unread))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", detail=str(error))
-            self._refusals.add(connection, sum(map(len, frames)))
+            self._rejections.add(connection, sum(map(len, frames)))
             return
         if is_too_much and unread.is_long:  # it has cost time to receive and decrypt
-            self._refusals.add(connection, len(unread.data))
+            self._rejections.add(connection, len(unread.data))

@@ -10,7 +10,7 @@ from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
-from kvflow.state.budgets import Budgets
+from kvflow.state.rate_limiter import RateLimiter
 from kvflow.wire.codec import MAX_REQUEST_BYTES, Unread, encode
 from kvflow.wire.messages import (
     Lookup,
@@ -78,8 +78,8 @@ class DirectoryService:
         self._now = now
         self._anomalies = anomalies
         self._own = None if own is None else seal(own)
-        self._registers = Budgets[str | bytes](REGISTERS_AT_ONCE_BYTES, REGISTERS_PER_S_BYTES)
-        self._answers = Budgets[str | bytes](ANSWERS_AT_ONCE_BYTES, ANSWERS_PER_S_BYTES)
+        self._registers = RateLimiter[str | bytes](REGISTERS_AT_ONCE_BYTES, REGISTERS_PER_S_BYTES)
+        self._answers = RateLimiter[str | bytes](ANSWERS_AT_ONCE_BYTES, ANSWERS_PER_S_BYTES)
         self.table = RegistryTable()
         if self._own is not None:
             self.table.hold(self._own)

@@ -11,7 +11,7 @@ registry may learn that only later, so registering once more is not enough to ge
 
 from dataclasses import dataclass, field
 
-from kvflow.state.shares import Shares
+from kvflow.state.fair_shares import FairShares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     MAX_RANKS_TOLD,
@@ -138,9 +138,9 @@ class RegistryTable:
         self.num_ranks = 0
         self.num_waiting = 0
         self._instances: dict[str, _Instance] = {}
-        self._ranks = Shares(MAX_RANKS)
-        self._bytes = Shares(MAX_BYTES)
-        self._waits = Shares(MAX_WAITING)
+        self._ranks = FairShares(MAX_RANKS)
+        self._bytes = FairShares(MAX_BYTES)
+        self._waits = FairShares(MAX_WAITING)
 
     def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
         """Return whether a rank has a place, or its sender's shares leave room for one.

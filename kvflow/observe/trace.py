@@ -74,7 +74,7 @@ STAGES: Final[dict[type, Stage]] = {
     ef.Connect: Stage.BOOTSTRAP,
     ef.Disconnect: Stage.BOOTSTRAP,
     ef.ProbePeer: Stage.BOOTSTRAP,
-    ef.AwaitFence: Stage.BOOTSTRAP,
+    ef.WaitForFence: Stage.BOOTSTRAP,
     ef.ScatterStaged: Stage.AGGREGATE,
     ef.VerifyDigests: Stage.AGGREGATE,
     ef.ReportReceiver: Stage.AGGREGATE,

@@ -15,7 +15,7 @@ import anyio
 from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
-from kvflow.config import check_reach
+from kvflow.config import check_needs_trust
 from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
@@ -236,7 +236,7 @@ class PeerConnections:
         """
         dispatch = self._context.dispatch
         try:
-            check_reach("endpoint", endpoint, self._context.config.trust)
+            check_needs_trust("endpoint", endpoint, self._context.config.trust)
             self._connections[peer] = self._context.ports.control.connect(
                 endpoint,
                 functools.partial(self._take, peer),
@@ -359,7 +359,7 @@ class PeerProofs:
         """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
         self._context.start_task(self._probe, effect)
 
-    def fence(self, effect: ef.AwaitFence) -> None:
+    def fence(self, effect: ef.WaitForFence) -> None:
         """Wait until none of the peer's writes can land any more, and dispatch PeerFenced.
 
         Dispatches FenceImpossible if that can never be known.
@@ -371,6 +371,6 @@ class PeerProofs:
         is_gone = await self._context.ports.control.is_refused(effect.endpoint, timeout_s)
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
 
-    async def _fence(self, effect: ef.AwaitFence) -> None:
+    async def _fence(self, effect: ef.WaitForFence) -> None:
         is_fenced = await self._backend.outlast(effect.domain)
         self._context.dispatch(ev.PeerFenced(effect.peer) if is_fenced else ev.FenceImpossible(effect.peer))

@@ -19,11 +19,9 @@ from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId,
 __all__ = [
     "AdmitChunks",
     "AwaitData",
-    "AwaitFence",
     "CheckHello",
     "CompileRoutes",
     "Connect",
-    "ContinueSoon",
     "Cost",
     "CountAnomaly",
     "DecodeEffect",
@@ -48,8 +46,10 @@ __all__ = [
     "ScatterStaged",
     "SendMessage",
     "VerifyDigests",
+    "WaitForFence",
     "WatchNotices",
     "WrittenBy",
+    "YieldTurn",
 ]
 
 
@@ -170,7 +170,7 @@ class DropPlan(msgspec.Struct, frozen=True):
     seq: int
 
 
-class ContinueSoon(msgspec.Struct, frozen=True):
+class YieldTurn(msgspec.Struct, frozen=True):
     """Yield to the event loop, then report TurnContinued: more pieces can be posted."""
 
 
@@ -254,7 +254,7 @@ class ProbePeer(msgspec.Struct, frozen=True):
     endpoint: str
 
 
-class AwaitFence(msgspec.Struct, frozen=True):
+class WaitForFence(msgspec.Struct, frozen=True):
     """Wait until no write of a terminated process can still land, then report PeerFenced; or report FenceImpossible.
 
     Attributes:
@@ -375,7 +375,7 @@ PrefillEffect = (
     | PlanPiece
     | PostPlan
     | DropPlan
-    | ContinueSoon
+    | YieldTurn
     | AdmitChunks
     | ReportGranted
     | ReportQuiesced
@@ -391,7 +391,7 @@ DecodeEffect = (
     | Connect
     | Disconnect
     | ProbePeer
-    | AwaitFence
+    | WaitForFence
     | WatchNotices
     | VerifyDigests
     | ScatterStaged

@@ -31,7 +31,7 @@ __all__ = [
     "DrainStarted",
     "FenceImpossible",
     "HelloChecked",
-    "InstanceAt",
+    "InstanceAddress",
     "InstanceFound",
     "InstanceRef",
     "LayersReady",
@@ -290,13 +290,13 @@ class PostInDoubt(msgspec.Struct, frozen=True):
 
 
 class TurnContinued(msgspec.Struct, frozen=True):
-    """The event loop has run other tasks, see `ContinueSoon`."""
+    """The event loop has run other tasks, see `YieldTurn`."""
 
 
 # On a decode rank --------------------------------------------------------------------------------------------------
 
 
-class InstanceAt(msgspec.Struct, frozen=True):
+class InstanceAddress(msgspec.Struct, frozen=True):
     """A prefill instance that is looked up at an address instead of in the configured registry.
 
     Attributes:
@@ -311,7 +311,7 @@ class InstanceAt(msgspec.Struct, frozen=True):
         return self.address if self.name is None else f"{self.name} at {self.address}"
 
 
-InstanceRef = str | InstanceAt
+InstanceRef = str | InstanceAddress
 """Reference to a prefill instance: its name in the registry, or the address to look it up at."""
 
 

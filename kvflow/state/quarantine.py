@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded
 
-__all__ = ["NO_MEMORY", "Awaited", "Footprint", "MissingProof", "Quarantine"]
+__all__ = ["NO_MEMORY", "Footprint", "MissingProof", "ProofKind", "Quarantine"]
 
 
-class Awaited(enum.StrEnum):
+class ProofKind(enum.StrEnum):
     """The proof that a peer can no longer touch pages in quarantine."""
 
     DRAINED = "drained"
@@ -32,21 +32,21 @@ class Awaited(enum.StrEnum):
     """This rank has failed or closed, and accepts no more proofs."""
 
 
-SENTENCES: Final[Mapping[Awaited, str]] = MappingProxyType(
+SENTENCES: Final[Mapping[ProofKind, str]] = MappingProxyType(
     {
-        Awaited.DRAINED: "{peer} must send Drained, which it does when its writes have ended; if a write may still "
+        ProofKind.DRAINED: "{peer} must send Drained, which it does when its writes have ended; if a write may still "
         "land, only the end of its process counts",
-        Awaited.PEER: "{peer} must be reached again and send Drained, or the host of {endpoint} must refuse "
+        ProofKind.PEER: "{peer} must be reached again and send Drained, or the host of {endpoint} must refuse "
         "connections because the process has ended",
-        Awaited.LANDING: "the process of {peer} has ended; the connections over which it may have written must become "
-        "empty",
-        Awaited.QUEUE_PAIRS: "the process of {peer} has ended; the time that the deployment has set for its queue "
+        ProofKind.LANDING: "the process of {peer} has ended; the connections over which it may have written must "
+        "become empty",
+        ProofKind.QUEUE_PAIRS: "the process of {peer} has ended; the time that the deployment has set for its queue "
         "pairs must pass",
-        Awaited.OPERATOR: "the process of {peer} at {endpoint} has ended, no last message from it was received, and "
+        ProofKind.OPERATOR: "the process of {peer} at {endpoint} has ended, no last message from it was received, and "
         "the transport cannot tell when its last bytes have landed; an operator must release the pages",
-        Awaited.WRITE_END: "the transport of this rank must report the end of its writes to {peer}, or be closed",
-        Awaited.LOCAL: "this rank must finish scattering or comparing what has arrived",
-        Awaited.BROKEN: "this rank no longer accepts proofs; an operator must release the pages",
+        ProofKind.WRITE_END: "the transport of this rank must report the end of its writes to {peer}, or be closed",
+        ProofKind.LOCAL: "this rank must finish scattering or comparing what has arrived",
+        ProofKind.BROKEN: "this rank no longer accepts proofs; an operator must release the pages",
     }
 )
 
@@ -62,7 +62,7 @@ class MissingProof(NamedTuple):
 
     peer: str
     endpoint: str
-    awaited: Awaited
+    awaited: ProofKind
 
     @property
     def detail(self) -> str:

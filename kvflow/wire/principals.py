@@ -4,7 +4,7 @@ A *principal* is the set of peers whose keys are listed for the same instances. 
 instance names that match a `*`, but not principals. So limits apply to principals.
 """
 
-from kvflow.trust import ANY, is_named
+from kvflow.trust import ANY, matches_instance
 
 __all__ = ["principal_of", "speaks_for"]
 
@@ -16,4 +16,4 @@ def principal_of(names: tuple[str, ...]) -> str | None:
 
 def speaks_for(names: tuple[str, ...], instance: str) -> bool:
     """Return whether an instance matches one of the names that a peer may act for."""
-    return any(is_named(name, instance) for name in names)
+    return any(matches_instance(name, instance) for name in names)

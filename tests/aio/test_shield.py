@@ -5,7 +5,7 @@ import asyncio
 import anyio
 import pytest
 
-from kvflow.aio.shield import to_the_end
+from kvflow.aio.shield import run_shielded
 
 pytestmark = pytest.mark.anyio
 
@@ -30,15 +30,15 @@ async def test_its_result_is_given_and_its_error_raised() -> None:
     work, failing = Work(), Work(ValueError("why"))
     work.may_go_on.set()
     failing.may_go_on.set()
-    assert await to_the_end(work.run()) == 7
+    assert await run_shielded(work.run()) == 7
     with pytest.raises(ValueError, match="why"):
-        await to_the_end(failing.run())
+        await run_shielded(failing.run())
 
 
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_cancelled_task_waits_for_it_and_is_cancelled_then(times: int) -> None:
     work = Work()
-    task = asyncio.create_task(to_the_end(work.run()))
+    task = asyncio.create_task(run_shielded(work.run()))
     for _ in range(times):
         await anyio.wait_all_tasks_blocked()
         task.cancel()
@@ -55,7 +55,7 @@ async def test_a_cancelled_scope_waits_for_it_and_is_left_then() -> None:
     with anyio.CancelScope() as scope:
         scope.cancel()
         asyncio.get_running_loop().call_soon(work.may_go_on.set)
-        assert await to_the_end(work.run()) == 7
+        assert await run_shielded(work.run()) == 7
         await anyio.lowlevel.checkpoint()
         pytest.fail("cancellation must be seen")
     assert scope.cancelled_caught
@@ -67,7 +67,7 @@ async def test_time_that_is_up_is_seen_after_it() -> None:
     async def wait_too_long() -> None:
         async with asyncio.timeout(0.001):
             asyncio.get_running_loop().call_later(0.01, work.may_go_on.set)
-            await to_the_end(work.run())
+            await run_shielded(work.run())
 
     with pytest.raises(TimeoutError):
         await wait_too_long()
@@ -76,7 +76,7 @@ async def test_time_that_is_up_is_seen_after_it() -> None:
 
 async def test_its_error_is_not_lost_if_its_caller_was_cancelled() -> None:
     work = Work(ValueError("why"))
-    task = asyncio.create_task(to_the_end(work.run()))
+    task = asyncio.create_task(run_shielded(work.run()))
     await anyio.wait_all_tasks_blocked()
     task.cancel()
     work.may_go_on.set()

@@ -14,11 +14,11 @@ import kvflow
 from kvflow.directory import table
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
-from kvflow.stages.gate import HELLOS_AT_ONCE
+from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import Failed, Lookup, RankRecord, Register, Unregister, Welcome
-from kvflow.wire.refusals import REFUSALS_AT_ONCE
+from kvflow.wire.rejections import REJECTIONS_AT_ONCE
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant
@@ -157,7 +157,7 @@ async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
 
 
 def say_often(attacker: Attacker, message: bytes) -> None:
-    for _ in range(2 * REFUSALS_AT_ONCE):
+    for _ in range(2 * REJECTIONS_AT_ONCE):
         attacker.connection.send(message)
 
 

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from kvflow.trust import ClientKeys
-from kvflow.wire import refusals
+from kvflow.wire import rejections
 from kvflow.wire.curve import be_client
 from kvflow.wire.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
 from tests.attack.fuzz import Fuzz, corpus_of
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUM_MESSAGES // 100)]
 @pytest.fixture(autouse=True)
 def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit of refused messages, which would close the connections of the fuzzer."""
-    monkeypatch.setattr(refusals, "REFUSALS_AT_ONCE", 2 * NUM_MESSAGES)
+    monkeypatch.setattr(rejections, "REJECTIONS_AT_ONCE", 2 * NUM_MESSAGES)
 
 
 @asynccontextmanager

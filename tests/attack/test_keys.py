@@ -34,14 +34,14 @@ def hellos_of(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> list[t
     """Return a list that collects the Hellos of decode ranks with their connections."""
     sniffed: list[tuple[bytes, Hello]] = []
     rank = deployment.prefill[0]
-    real = rank._gate.denial
+    real = rank._authorizer.denial
 
     def denial(connection: bytes, message: AnyMessage) -> str:
         if isinstance(message, Hello):
             sniffed.append((connection, message))
         return real(connection, message)
 
-    monkeypatch.setattr(rank._gate, "denial", denial)
+    monkeypatch.setattr(rank._authorizer, "denial", denial)
     return sniffed
 
 

@@ -46,7 +46,7 @@ WHOLE_RANK = {
     ev.MessageReceived,
     ef.Reply,
     ef.SendMessage,
-    ef.ContinueSoon,
+    ef.YieldTurn,
     ef.AdmitChunks,
     ef.WatchNotices,
     ef.CountAnomaly,

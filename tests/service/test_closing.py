@@ -16,7 +16,7 @@ from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.geometry.plan import Descriptors
-from kvflow.state.quarantine import Awaited
+from kvflow.state.quarantine import ProofKind
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.channel import ZmqControl
 from tests.support.failures import catch, catch_into
@@ -338,7 +338,7 @@ async def test_what_a_broken_decode_rank_could_not_prove_stays_in_quarantine_whe
             await crash(decode)
         await leave_broken(deployment, decode)
         (record,) = decode.quarantined()
-        assert [proof.awaited for proof in record.missing] == [Awaited.BROKEN]
+        assert [proof.awaited for proof in record.missing] == [ProofKind.BROKEN]
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.QUARANTINED)
         decode.release(record)
         assert (receiver.outcome, receiver.memory) == (Outcome.FAILED, Memory.SAFE)

@@ -63,7 +63,7 @@ async def test_credit_counts_descriptors_that_are_not_planned_yet() -> None:
             request.assert_arrived()
 
 
-class Gate(MemoryBackend):
+class Authorizer(MemoryBackend):
     """A transport that holds the posts to one instance until a test opens it."""
 
     def __init__(self, instance: str) -> None:
@@ -90,7 +90,7 @@ class TwoInstances:
 
     quick: Deployment
     slow: Deployment
-    gate: Gate
+    gate: Authorizer
     failures: dict[int, FailureReason] = field(default_factory=dict)
 
     @property
@@ -119,7 +119,7 @@ class TwoInstances:
 @asynccontextmanager
 async def two_instances(limits: Limits) -> AsyncIterator[TwoInstances]:
     async with deploy(limits=limits) as quick:
-        gate, pool = Gate("slow"), make_pool()
+        gate, pool = Authorizer("slow"), make_pool()
         await quick.close(quick.prefill[0])
         config = prefill_config(quick.registry.endpoint, limits=limits)
         async with (

@@ -260,10 +260,10 @@ class Ready:
     """A device event that a test sets."""
 
     def __init__(self, gate: threading.Event) -> None:
-        self._gate = gate
+        self._authorizer = gate
 
     def synchronize(self) -> None:
-        self._gate.wait()
+        self._authorizer.wait()
 
 
 @pytest.mark.parametrize("address", [2**62, 2**64 - 1])

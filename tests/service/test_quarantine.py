@@ -26,7 +26,7 @@ from kvflow.state.decode.core import DecodeCore
 from kvflow.state.events import MessageArrived, ProbeFinished
 from kvflow.state.prefill import peers
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.quarantine import Awaited
+from kvflow.state.quarantine import ProofKind
 from kvflow.state.tables import Memory
 from kvflow.wire.messages import Cancel
 from tests.observe.lines import Lines, printed
@@ -123,9 +123,9 @@ async def check_records(deployment: Deployment, lines: Lines) -> None:
         (proof,) = record.missing
         assert str(record).startswith("room 1: pages 2 of kv (1536 bytes) for 0.")
         assert str(record).endswith(proof.detail)
-    assert [proof.awaited for proof in prefill.quarantined()[0].missing] == [Awaited.WRITE_END]
+    assert [proof.awaited for proof in prefill.quarantined()[0].missing] == [ProofKind.WRITE_END]
     (proof,) = decode.quarantined()[0].missing
-    assert (proof.peer, proof.endpoint, proof.awaited) == (str(prefill.me), prefill.endpoint, Awaited.DRAINED)
+    assert (proof.peer, proof.endpoint, proof.awaited) == (str(prefill.me), prefill.endpoint, ProofKind.DRAINED)
     assert {line["room"] for line in lines.named("pages_quarantined")} == {1}
     assert [proof.detail] in [line["missing"] for line in lines.named("pages_quarantined")]
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import AwaitFence
-from kvflow.state.quarantine import NO_MEMORY, Awaited, Footprint, Quarantine
+from kvflow.state.effects import WaitForFence
+from kvflow.state.quarantine import NO_MEMORY, Footprint, ProofKind, Quarantine
 from kvflow.wire.messages import Cancel, Drained, Failed, Pong
 from tests.support.cores import (
     ABORTED,
@@ -258,7 +258,7 @@ def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None
 GONE = ev.ProbeFinished(PREFILL, is_gone=True)
 
 
-def awaited(core: DecodeDriver | PrefillDriver, key: int = 1) -> list[Awaited]:
+def awaited(core: DecodeDriver | PrefillDriver, key: int = 1) -> list[ProofKind]:
     return [proof.awaited for proof in core.core.missing_proofs(key)]
 
 
@@ -267,15 +267,15 @@ def test_a_record_names_the_peer_and_what_would_be_a_proof() -> None:
     core.connect(PREFILL)
     open_and_quarantine(core, 1, ROOM)
     (proof,) = core.core.missing_proofs(1)
-    assert proof == (str(PREFILL), endpoint_of(PREFILL), Awaited.DRAINED)
+    assert proof == (str(PREFILL), endpoint_of(PREFILL), ProofKind.DRAINED)
     assert proof.detail.startswith(f"{PREFILL} must send Drained")
     core(ev.ConnectionLost(PREFILL))
     core.sleep(10.0)
-    assert awaited(core) == [Awaited.PEER]
+    assert awaited(core) == [ProofKind.PEER]
     core(GONE)
-    assert awaited(core) == [Awaited.LANDING]
+    assert awaited(core) == [ProofKind.LANDING]
     core(ev.FenceImpossible(PREFILL))
-    assert awaited(core) == [Awaited.OPERATOR]
+    assert awaited(core) == [ProofKind.OPERATOR]
     (proof,) = core.core.missing_proofs(1)
     assert endpoint_of(PREFILL) in proof.detail, "it is known although the process has ended"
     assert core.core.pages_of(1) == request().pages
@@ -287,7 +287,7 @@ def test_where_the_transport_looks_is_what_the_prefill_rank_has_said() -> None:
     core = DecodeDriver(ends_with_process=False)
     core.connect(PREFILL, domain=b"a kernel")
     core(request())
-    assert AwaitFence(PREFILL, b"a kernel") in core(GONE)
+    assert WaitForFence(PREFILL, b"a kernel") in core(GONE)
 
 
 def test_the_end_of_a_process_does_not_count_where_the_settings_say_so() -> None:
@@ -296,9 +296,9 @@ def test_the_end_of_a_process_does_not_count_where_the_settings_say_so() -> None
     core(request())
     effects = core(GONE)
     assert reports(effects) == [("failed", "draining")]
-    assert of_kind(effects, AwaitFence) == []
+    assert of_kind(effects, WaitForFence) == []
     core.sleep(100.0)
-    assert awaited(core) == [Awaited.OPERATOR]
+    assert awaited(core) == [ProofKind.OPERATOR]
 
 
 def test_time_after_the_end_of_a_process_counts_only_where_the_deployment_knows_its_fabric() -> None:
@@ -306,14 +306,14 @@ def test_time_after_the_end_of_a_process_counts_only_where_the_deployment_knows_
     core.connect(PREFILL)
     core(request())
     core.sleep(100.0)
-    assert awaited(core) == [Awaited.PEER], "silence does not start the clock"
+    assert awaited(core) == [ProofKind.PEER], "silence does not start the clock"
     core(GONE)
     core(ev.FenceImpossible(PREFILL))
     core.sleep(59.0)
     core(GONE)
-    assert awaited(core) == [Awaited.QUEUE_PAIRS]
+    assert awaited(core) == [ProofKind.QUEUE_PAIRS]
     assert reports(core.sleep(1.1)) == [("failed", "safe")]
 
 
 def test_a_prefill_rank_waits_for_its_own_writes(prefill: PrefillDriver) -> None:
-    assert prefill.core.missing_proofs(ROOM) == [(str(DECODE), "", Awaited.WRITE_END)]
+    assert prefill.core.missing_proofs(ROOM) == [(str(DECODE), "", ProofKind.WRITE_END)]

@@ -16,7 +16,6 @@ from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import (
     CheckHello,
     CompileRoutes,
-    ContinueSoon,
     CountAnomaly,
     DecodeEffect,
     PrefillEffect,
@@ -24,6 +23,7 @@ from kvflow.state.effects import (
     ReportReceiver,
     ReportSender,
     SendMessage,
+    YieldTurn,
 )
 from kvflow.state.invariants import check_invariants
 from kvflow.state.prefill.core import PrefillCore
@@ -151,8 +151,8 @@ class PrefillDriver:
     def __call__(self, event: ev.PrefillEvent) -> list[PrefillEffect]:
         effects = self.core.handle(event, self.now)
         check_invariants(self.core)
-        while self._continues and any(isinstance(effect, ContinueSoon) for effect in effects):
-            effects = [effect for effect in effects if not isinstance(effect, ContinueSoon)]
+        while self._continues and any(isinstance(effect, YieldTurn) for effect in effects):
+            effects = [effect for effect in effects if not isinstance(effect, YieldTurn)]
             effects += self.core.handle(ev.TurnContinued(), self.now)
             check_invariants(self.core)
         return effects

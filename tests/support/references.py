@@ -44,7 +44,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
         "kvflow.MissingProof": ("detail",),
-        "kvflow.Awaited": (),
+        "kvflow.ProofKind": (),
     },
     "transfers": {
         "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),

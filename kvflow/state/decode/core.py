@@ -20,7 +20,7 @@ from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
-from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
+from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
 from kvflow.state.warm_up import WARM_UP_ROOM
@@ -126,7 +126,7 @@ class DecodeCore:
         room = self.rooms.rooms.get(key)
         if room is None:
             return []
-        own = [MissingProof(str(self.me), "", Awaited.LOCAL)] if room.is_scattering or room.is_verifying else []
+        own = [MissingProof(str(self.me), "", ProofKind.LOCAL)] if room.is_scattering or room.is_verifying else []
         return [*(self.peers.missing_proof(peer) for peer in room.unproved()), *own]
 
     def pages_of(self, key: int) -> dict[str, bytes]:

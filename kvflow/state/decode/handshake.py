@@ -29,7 +29,7 @@ from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
 from kvflow.state.events import (
     ConnectedRank,
-    InstanceAt,
+    InstanceAddress,
     InstanceFound,
     InstanceRef,
     RoutesCompiled,
@@ -74,7 +74,7 @@ MAX_BACKOFF = 8
 """The pause between retransmitted declines doubles up to this multiple of the first pause."""
 
 
-class LookAgain(msgspec.Struct, frozen=True):
+class RetryLookup(msgspec.Struct, frozen=True):
     """Timer: ask the directory again."""
 
     instance: int
@@ -143,7 +143,7 @@ class Instances:
         instance.waiting[room.generation] = waiting
         self._fail_rooms_at(instance, waiting.fails_at)
         if is_ready:
-            self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+            self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
             effects.append(LookUp(ref, self._number))
         return effects
 
@@ -155,7 +155,7 @@ class Instances:
                 return []
             instance = self._instances.add(ref, now)
             instance.ref, instance.wanted_at = ref, now
-            is_new = LookAgain(instance.number) not in self._timers and not self._is_ready(instance)
+            is_new = RetryLookup(instance.number) not in self._timers and not self._is_ready(instance)
             return self._look_up(instance, now) if is_new else []
         instance.ref, instance.wanted_at = ref, now
         return []
@@ -196,7 +196,7 @@ class Instances:
         if not _is_complete(event.records):
             return effects
         name = event.records[0].peer.rank.instance
-        if isinstance(event.instance, InstanceAt) and event.instance.name is None:
+        if isinstance(event.instance, InstanceAddress) and event.instance.name is None:
             instance = self._name(instance, event, name, now)
         if name != instance.name:
             return effects
@@ -221,7 +221,7 @@ class Instances:
         instance.records, instance.attempt = event.records, next(self._attempts)
         instance.found_by, instance.began_at = event.instance, now
         instance.apply(InstanceSignal.FOUND)
-        self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return [*effects, CompileRoutes(event.records[0].peer.rank.instance, instance.attempt, event.records)]
 
     def _found_again(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
@@ -243,7 +243,7 @@ class Instances:
         A rank that answers for itself is authoritative. About other ranks it may be out of date, because they may have
         restarted.
         """
-        if not isinstance(event.instance, InstanceAt):
+        if not isinstance(event.instance, InstanceAddress):
             return []
         there = {record.peer.rank: record for record in event.records}
         effects: list[DecodeEffect] = []
@@ -277,7 +277,7 @@ class Instances:
             self._clear_timers(before)
             self._instances.remove(before)
         instance.found = event
-        self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return instance
 
     def compiled(self, event: RoutesCompiled, now: float) -> list[DecodeEffect]:
@@ -347,7 +347,7 @@ class Instances:
     def look_up_refused(self, ref: InstanceRef | None, detail: str) -> None:
         """Record why a directory refuses lookups of an instance, or of all registry names if `ref` is None."""
         for instance in self._instances:
-            if instance.ref == ref or (ref is None and not isinstance(instance.ref, InstanceAt)):
+            if instance.ref == ref or (ref is None and not isinstance(instance.ref, InstanceAddress)):
                 instance.refusal = detail
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
@@ -360,7 +360,7 @@ class Instances:
         instance = self._instances.of(peer)
         if instance is None:
             return []
-        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return self._ask(instance)
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
@@ -409,7 +409,7 @@ class Instances:
     def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
         """Handle an expired timer."""
         match key:
-            case LookAgain(number):
+            case RetryLookup(number):
                 return self._look_again(self._instances.numbered(number), now)
             case DeclineUnanswered(number):
                 instance = self._instances.numbered(number)
@@ -433,7 +433,7 @@ class Instances:
 
     def _look_up(self, instance: Instance, now: float) -> list[DecodeEffect]:
         instance.found = None
-        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return self._ask(instance)
 
     def _ask(self, instance: Instance) -> list[DecodeEffect]:
@@ -447,7 +447,7 @@ class Instances:
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
-        self._timers.set(LookAgain(instance.number), now + LOOK_AGAIN_S)
+        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return self._ask(instance)
 
     def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -457,7 +457,7 @@ class Instances:
         return effects
 
     def _clear_timers(self, instance: Instance) -> None:
-        for timer in (LookAgain, HandshakeDeadline, DeclineUnanswered):
+        for timer in (RetryLookup, HandshakeDeadline, DeclineUnanswered):
             self._timers.clear(timer(instance.number))
 
     def _say_hello(self, instance: Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
@@ -470,7 +470,7 @@ class Instances:
         instance.apply(InstanceSignal.CONNECTED)
         if not self._is_ready(instance):
             return []
-        self._timers.clear(LookAgain(instance.number))
+        self._timers.clear(RetryLookup(instance.number))
         return self._serve(instance, now)
 
     def _serve(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -479,7 +479,7 @@ class Instances:
         instance.num_declines = 0
         effects = [*self._send_declined(instance, now), *self._grant_waiting(instance, now)]
         if instance.waiting:
-            self._timers.set_once(LookAgain(instance.number), now + LOOK_AGAIN_S)
+            self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
             effects += self._ask(instance)
         return effects
 
@@ -570,7 +570,7 @@ class Instances:
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])
         instance.apply(InstanceSignal.REFUSED)
-        self._timers.set(LookAgain(instance.number), now + REFUSED_PAUSE_S)
+        self._timers.set(RetryLookup(instance.number), now + REFUSED_PAUSE_S)
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
 
     def _is_paused(self, instance: Instance, now: float) -> bool:
@@ -619,7 +619,7 @@ class Instances:
         if instance.state is not InstanceState.LOOKING_UP:
             return next(self._silent(instance), "one of its ranks is still connecting")
         if instance.found is None:
-            if isinstance(instance.ref, InstanceAt):
+            if isinstance(instance.ref, InstanceAddress):
                 return instance.refusal or "no answer"
             silence = "the registry does not answer"
             return f"{silence}: {instance.refusal}" if instance.refusal else silence

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
-from kvflow.state.events import ConnectedRank, InstanceAt, InstanceFound, InstanceRef
+from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, InstanceRef
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 
@@ -101,7 +101,7 @@ class Instance:
         self.refusal = ""
 
     def __str__(self) -> str:
-        if isinstance(self.ref, InstanceAt) and self.name is not None:
+        if isinstance(self.ref, InstanceAddress) and self.name is not None:
             return f"{self.name} at {self.ref.address}"
         return str(self.ref)
 
@@ -140,7 +140,7 @@ class InstanceTable:
 
     def make_room(self, new: InstanceRef) -> bool:
         """Drop the oldest reference that no room waits on if there are too many; return whether one can be added."""
-        if isinstance(new, InstanceAt):
+        if isinstance(new, InstanceAddress):
             lookups = [ref for ref, instance in self._by_ref.items() if _is_lookup(ref, instance)]
             if len(lookups) >= MAX_LOOKUPS:
                 return self._forget_one_of(lookups)
@@ -173,7 +173,7 @@ class InstanceTable:
 
     def add(self, ref: InstanceRef, now: float) -> Instance:
         """Add a reference, and create its instance unless an instance of that name exists."""
-        name = ref.name if isinstance(ref, InstanceAt) else ref
+        name = ref.name if isinstance(ref, InstanceAddress) else ref
         instance = self._by_name.get(name) if name is not None else None
         return self._point(ref, instance or self._make(ref, name, now))
 
@@ -214,4 +214,4 @@ class InstanceTable:
 
 def _is_lookup(ref: InstanceRef, instance: Instance) -> bool:
     is_over = instance.state is InstanceState.CONNECTED and instance.refs[ref] is not None
-    return isinstance(ref, InstanceAt) and not is_over
+    return isinstance(ref, InstanceAddress) and not is_over

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from kvflow.state.decode.windows import StagingWindows
-from kvflow.state.effects import AwaitFence, Connect, DecodeEffect, Disconnect, LogEvent, ProbePeer, SendMessage
+from kvflow.state.effects import Connect, DecodeEffect, Disconnect, LogEvent, ProbePeer, SendMessage, WaitForFence
 from kvflow.state.peers import Peer
-from kvflow.state.quarantine import Awaited, MissingProof
+from kvflow.state.quarantine import MissingProof, ProofKind
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
@@ -284,7 +284,7 @@ class PrefillPeers:
             self._timers.set_once(QueuePairsGone(peer), now + queue_pairs_s)
         asks = self._proofs.process_end
         _remember(self._fencing, peer, asks)
-        return False, [AwaitFence(peer, self.origin(peer).domain)] if asks else []
+        return False, [WaitForFence(peer, self.origin(peer).domain)] if asks else []
 
     def fence_impossible(self, peer: PeerId) -> None:
         """Note that the transport cannot tell when the last writes of a terminated process have landed."""
@@ -299,12 +299,12 @@ class PrefillPeers:
         """Return the missing proof that a rank can write nothing more."""
         known = self._peers.get(peer)
         if peer in self._fencing:
-            awaited = Awaited.LANDING if self._fencing[peer] else Awaited.OPERATOR
-            awaited = Awaited.QUEUE_PAIRS if QueuePairsGone(peer) in self._timers else awaited
+            awaited = ProofKind.LANDING if self._fencing[peer] else ProofKind.OPERATOR
+            awaited = ProofKind.QUEUE_PAIRS if QueuePairsGone(peer) in self._timers else awaited
         elif known is not None and known.is_connected:
-            awaited = Awaited.DRAINED
+            awaited = ProofKind.DRAINED
         else:
-            awaited = Awaited.PEER
+            awaited = ProofKind.PEER
         return MissingProof(str(peer), self.origin(peer).endpoint, awaited)
 
     def said_goodbye(self, peer: PeerId) -> None:

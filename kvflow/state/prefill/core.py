@@ -17,7 +17,6 @@ from kvflow.state.drain import DrainState
 from kvflow.state.effects import (
     AdmitChunks,
     CheckHello,
-    ContinueSoon,
     CountAnomaly,
     DisconnectTransport,
     LogEvent,
@@ -26,6 +25,7 @@ from kvflow.state.effects import (
     PostPiece,
     PrefillEffect,
     Reply,
+    YieldTurn,
 )
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.delivery import SendContext
@@ -33,7 +33,7 @@ from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
 from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.rooms import PostStalled, Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
-from kvflow.state.quarantine import Awaited, MissingProof, Quarantine
+from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
 from kvflow.state.warm_up import WARM_UP_ROOM, first_page_of
@@ -134,7 +134,7 @@ class PrefillCore:
         """Return the missing proofs that nothing reads the pages of a room any more."""
         known = self.rooms.rooms.get(key)
         peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
-        return [MissingProof(str(peer), "", Awaited.WRITE_END) for peer in peers]
+        return [MissingProof(str(peer), "", ProofKind.WRITE_END) for peer in peers]
 
     def pages_of(self, key: RoomId) -> dict[str, bytes]:
         """Return the pages of a room by component, encoded as `WIRE_PAGES`."""
@@ -298,7 +298,7 @@ class PrefillCore:
         else:
             self._continues = True
         if self._continues:
-            effects.append(ContinueSoon())
+            effects.append(YieldTurn())
         return effects
 
     def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute
+from kvflow.state.fair_shares import FairShares
 from kvflow.state.peers import Peer
-from kvflow.state.shares import Shares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 
@@ -154,8 +154,8 @@ class DecodePeers:
 
     def __init__(self, timers: Timers[Hashable], most: int) -> None:
         self._timers = timers
-        self._shares = Shares(most)
-        self._bytes = Shares(MAX_HELLO_BYTES)
+        self._shares = FairShares(most)
+        self._bytes = FairShares(MAX_HELLO_BYTES)
         self._kept: dict[PeerId, Kept] = {}
         self._peers: dict[PeerId, DecodePeer] = {}
         self._by_rank: dict[RankId, PeerId] = {}

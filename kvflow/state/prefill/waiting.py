@@ -7,7 +7,7 @@ import msgspec
 
 from kvflow.config import Limits
 from kvflow.room import RoomId
-from kvflow.state.shares import Shares
+from kvflow.state.fair_shares import FairShares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Grant, PeerId
 
@@ -60,8 +60,8 @@ class WaitingRooms:
         self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
         self._timers = timers
         self._count = 0
-        self._grants = Shares(limits.pending_grants)
-        self._bytes = Shares(limits.pending_grant_bytes)
+        self._grants = FairShares(limits.pending_grants)
+        self._bytes = FairShares(limits.pending_grant_bytes)
 
     def __len__(self) -> int:
         return self._count

@@ -426,7 +426,7 @@ class SmallWorld:
                 self._add_task("P", number, ev.HelloChecked(connection, hello, link))
             case ef.PostPiece(piece):
                 self._post(number, piece)
-            case ef.ContinueSoon():
+            case ef.YieldTurn():
                 self._add_task("P", number, ev.TurnContinued())
             case ef.ReportSender(room, outcome, memory):
                 before = self.sent.get((number, room), BEGUN)
@@ -464,7 +464,7 @@ class SmallWorld:
                 self._check_received(number, effect)
             case ef.Connect() | ef.Disconnect() | ef.WatchNotices() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # connections exist as soon as something is sent over them
-            case ef.AwaitFence() | ef.VerifyDigests():
+            case ef.WaitForFence() | ef.VerifyDigests():
                 raise PromiseBroken("explored worlds have no digests and no fences", effect=type(effect).__name__)
             case _:
                 assert_never(effect)

@@ -26,9 +26,9 @@ from tests.support.receiving import request
 HANDSHAKE_S = Timeouts().handshake_s
 AGAIN = peer("prefill", incarnation=2)
 OTHER = peer("other")
-HERE = ev.InstanceAt(endpoint_of(PREFILL))
-TICKET = ev.InstanceAt(endpoint_of(PREFILL), "prefill")
-ELSEWHERE = ev.InstanceAt("tcp://10.9.9.9:7000", "prefill")
+HERE = ev.InstanceAddress(endpoint_of(PREFILL))
+TICKET = ev.InstanceAddress(endpoint_of(PREFILL), "prefill")
+ELSEWHERE = ev.InstanceAddress("tcp://10.9.9.9:7000", "prefill")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def core() -> DecodeDriver:
 def answer(core: DecodeDriver, ref: ev.InstanceRef, *peers: PeerId, number: int = 2**31) -> list[DecodeEffect]:
     """Deliver the answer of the first rank to a query at its address, or that of the registry."""
     first, *others = records(*peers)
-    if isinstance(ref, ev.InstanceAt):
+    if isinstance(ref, ev.InstanceAddress):
         first = replace(first, endpoint=ref.address)
     return core(ev.InstanceFound(ref, (first, *others), number))
 
@@ -224,7 +224,7 @@ def test_answers_that_contradict_each_other_do_not_keep_a_handshake_from_its_end
 
 def test_addresses_are_forgotten_when_nobody_asks_for_them(core: DecodeDriver) -> None:
     for generation in range(1, 10):
-        ref = ev.InstanceAt(f"tcp://10.0.0.{generation}:7000")
+        ref = ev.InstanceAddress(f"tcp://10.0.0.{generation}:7000")
         core(request(generation, room=generation, instance=ref))
     core.sleep(HANDSHAKE_S + 60.0)
     assert list(core.core.instances._instances) == []
@@ -245,7 +245,7 @@ def test_addresses_that_are_looked_up_are_bounded_apart(
     """Each lookup takes a socket, and frees its place once it is answered or no room waits for it."""
     monkeypatch.setattr(instances, "MAX_LOOKUPS", 1)
     connect(core, HERE, PREFILL)
-    first, second, third = (ev.InstanceAt(f"tcp://10.0.0.{number}:7000", name) for number in (1, 2, 3))
+    first, second, third = (ev.InstanceAddress(f"tcp://10.0.0.{number}:7000", name) for number in (1, 2, 3))
     stale = peer("prefill", 0, 99)
     assert failures(core(request(2, room=2, instance=first, issuer=stale))) == []
     assert failures(core(request(3, room=3, instance=second, issuer=stale))) == [(3, FailureReason.CAPACITY)]
@@ -262,7 +262,7 @@ def test_the_number_of_references_to_an_instance_is_bounded(
     monkeypatch.setattr(instances, "MAX_REFS", 3)
     connect(core, "prefill", PREFILL)
     for generation in range(2, 12):
-        ref = ev.InstanceAt(f"tcp://10.0.0.{generation}:7000", "prefill")
+        ref = ev.InstanceAddress(f"tcp://10.0.0.{generation}:7000", "prefill")
         assert rooms_granted(core(request(generation, room=generation, instance=ref, issuer=PREFILL))) == [generation]
     (known,) = core.core.instances._instances
     assert len(known.refs) == 3

@@ -8,12 +8,12 @@ from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import (
-    AwaitFence,
     DecodeEffect,
     Disconnect,
     LookUp,
     ProbePeer,
     ReportReceiver,
+    WaitForFence,
     WatchNotices,
 )
 from kvflow.state.peers import BUSY_LEASES
@@ -255,7 +255,7 @@ def test_death_proves_nothing_if_bytes_can_outlive_it() -> None:
     core(request())
     effects = core(GONE)
     assert reports(effects) == [("failed", "draining")]
-    assert AwaitFence(PREFILL) in effects
+    assert WaitForFence(PREFILL) in effects
     assert reports(core.sleep(5.0)) == [("failed", "quarantined")]
 
 

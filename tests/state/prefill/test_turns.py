@@ -4,7 +4,7 @@ import pytest
 
 from kvflow.config import Limits
 from kvflow.state import events as ev
-from kvflow.state.effects import AdmitChunks, ContinueSoon, DropPlan, PostPlan, PrefillEffect
+from kvflow.state.effects import AdmitChunks, DropPlan, PostPlan, PrefillEffect, YieldTurn
 from kvflow.state.prefill.core import PIECES_PER_TURN
 from kvflow.wire.messages import Cancel, Drained, Failed, Grant, Staged
 from tests.support.cores import (
@@ -46,12 +46,12 @@ def test_so_many_pieces_are_posted_before_the_event_loop_has_its_turn() -> None:
     core = granted()
     effects = core(chunk(0, 20, last=False))
     assert posts_of(effects) == list(range(PIECES_PER_TURN))
-    assert effects[-1] == ContinueSoon()
+    assert effects[-1] == YieldTurn()
     effects = core(ev.TurnContinued())
     assert posts_of(effects) == list(range(PIECES_PER_TURN, 2 * PIECES_PER_TURN))
-    assert of_kind(effects, ContinueSoon) == [ContinueSoon()]
+    assert of_kind(effects, YieldTurn) == [YieldTurn()]
     effects = core(ev.TurnContinued())
-    assert (posts_of(effects), of_kind(effects, ContinueSoon)) == ([8, 9], [])
+    assert (posts_of(effects), of_kind(effects, YieldTurn)) == ([8, 9], [])
 
 
 def test_nothing_more_is_posted_until_the_turn_of_the_event_loop_is_over() -> None:
@@ -66,7 +66,7 @@ def test_fewer_pieces_need_no_turn() -> None:
     core = granted()
     effects = core(chunk(0, 2 * (PIECES_PER_TURN - 1)))
     assert len(posts_of(effects)) == PIECES_PER_TURN - 1
-    assert of_kind(effects, ContinueSoon) == []
+    assert of_kind(effects, YieldTurn) == []
 
 
 def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
@@ -75,7 +75,7 @@ def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
     core = granted(Limits(descriptors_planned_inline=one.cost.num_descriptors * 2))
     effects = core(chunk(0, 10))
     assert posts_of(effects) == [0, 1]
-    assert effects[-1] == ContinueSoon()
+    assert effects[-1] == YieldTurn()
     assert posts_of(core(ev.TurnContinued())) == [2, 3]
 
 

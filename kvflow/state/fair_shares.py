@@ -1,9 +1,9 @@
 """The division of a bounded resource among takers. Pure."""
 
-__all__ = ["Shares"]
+__all__ = ["FairShares"]
 
 
-class Shares:
+class FairShares:
     """What each taker has. None may have more than is left for the others: a single one gets at most half.
 
     Args:

@@ -1,4 +1,4 @@
-"""Authorizes messages to a prefill rank, by keys, capabilities and budgets."""
+"""Authorizes messages to a prefill rank, by keys, capabilities and rate limits."""
 
 from collections.abc import Callable
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 from kvflow.capability import denial
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
-from kvflow.state.budgets import Budgets
+from kvflow.state.rate_limiter import RateLimiter
 from kvflow.trust import Trust
 from kvflow.wire.codec import Unread
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
 from kvflow.wire.principals import principal_of, speaks_for
 
-__all__ = ["Gate"]
+__all__ = ["Authorizer"]
 
 HELLOS_PER_S: Final = 256
 """Allowed rate of Hellos per principal; without keys, of all peers together. Excess Hellos are not answered; decode
@@ -39,11 +39,11 @@ STRANGER_MESSAGES_AT_ONCE: Final = 1_024
 """Allowed burst of such messages. Excess ones count as rejected, so that the connection is soon closed."""
 
 
-class Gate:
+class Authorizer:
     """Decides which messages reach the core.
 
-    Peers that may act for different instances have different connections, so the core itself keeps them apart. The gate
-    checks that the key of a connection permits a Hello for an instance, and that the peer may receive a room.
+    Peers that may act for different instances have different connections, so the core itself keeps them apart. This
+    class checks that the key of a connection permits a Hello for an instance, and that the peer may receive a room.
 
     Args:
         context: Context of this rank.
@@ -66,17 +66,17 @@ class Gate:
         self._context = context
         self._names_of = names_of
         self._peer_at = peer_at
-        self._hellos = Budgets[str](HELLOS_AT_ONCE, HELLOS_PER_S)
-        self._hello_bytes = Budgets[str](HELLO_BYTES_AT_ONCE, HELLO_BYTES_PER_S)
-        self._grant_bytes = Budgets[str](GRANT_BYTES_AT_ONCE, GRANT_BYTES_PER_S)
-        self._strangers = Budgets[bytes | str](STRANGER_MESSAGES_AT_ONCE, STRANGER_MESSAGES_PER_S)
+        self._hellos = RateLimiter[str](HELLOS_AT_ONCE, HELLOS_PER_S)
+        self._hello_bytes = RateLimiter[str](HELLO_BYTES_AT_ONCE, HELLO_BYTES_PER_S)
+        self._grant_bytes = RateLimiter[str](GRANT_BYTES_AT_ONCE, GRANT_BYTES_PER_S)
+        self._strangers = RateLimiter[bytes | str](STRANGER_MESSAGES_AT_ONCE, STRANGER_MESSAGES_PER_S)
 
     def principal_of(self, connection: bytes) -> str:
         """Return the principal of a connection; empty without keys."""
         return principal_of(self._names_of(connection)) or ""
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether a message exceeds its sender's budgets, in which case it is counted and must be ignored."""
+        """Return whether a message exceeds its sender's rate limits. If so, it is counted, and must be ignored."""
         excess = self._excess(connection, unread)
         if excess:
             self._context.anomalies.count(excess)

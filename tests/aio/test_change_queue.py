@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvflow.aio.changes import Changes
+from kvflow.aio.change_queue import ChangeQueue
 
 NUM_ITEMS = 20_000
 
@@ -17,14 +17,14 @@ def is_readable(fd: int) -> bool:
 
 
 def test_what_has_changed_is_taken_once_in_order() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     for number in range(3):
         changes.add(number)
     assert (changes.take(), changes.take()) == ([0, 1, 2], [])
 
 
 def test_nothing_is_lost_or_doubled_between_threads() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     taken: list[list[int]] = [[], []]
 
     def look(into: list[int]) -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 
 
 def test_a_thread_that_waits_is_woken_by_a_change_and_by_closing() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     woken: list[list[int]] = []
 
     def wait() -> None:
@@ -63,7 +63,7 @@ def test_a_thread_that_waits_is_woken_by_a_change_and_by_closing() -> None:
 
 
 def test_a_further_change_of_what_was_not_taken_wakes_too() -> None:
-    changes: Changes[list[int]] = Changes()
+    changes: ChangeQueue[list[int]] = ChangeQueue()
     item: list[int] = []
     changes.add(item)
     thread = threading.Thread(target=changes.wait, args=(lambda: len(item) == 2, None))
@@ -78,14 +78,14 @@ def test_a_further_change_of_what_was_not_taken_wakes_too() -> None:
 
 
 def test_waiting_ends_in_time() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     changes.wait(lambda: False, 0.01)
     assert changes._num_waiting == 0
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["asked before", "asked after"])
 def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early: bool) -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     if is_early:
         assert not is_readable(changes.fileno())
     changes.add(1)
@@ -100,7 +100,7 @@ def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early
 
 
 def test_a_descriptor_that_was_told_late_is_cleared_by_a_look_that_finds_nothing() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     fd = changes.fileno()
     changes.notify()  # for a change that has been taken already
     assert is_readable(fd)
@@ -110,7 +110,7 @@ def test_a_descriptor_that_was_told_late_is_cleared_by_a_look_that_finds_nothing
 
 
 def test_closing_gives_the_descriptor_back_and_nobody_gets_another() -> None:
-    changes: Changes[int] = Changes()
+    changes: ChangeQueue[int] = ChangeQueue()
     fd = changes.fileno()
     changes.close()
     changes.close()

@@ -2,14 +2,14 @@
 
 from typing import Final, Generic, TypeVar
 
-__all__ = ["Budgets"]
+__all__ = ["RateLimiter"]
 
 MAX_BUDGETS: Final = 4_096
 
 Taker = TypeVar("Taker")
 
 
-class Budgets(Generic[Taker]):
+class RateLimiter(Generic[Taker]):
     """A token bucket for each taker.
 
     Args:

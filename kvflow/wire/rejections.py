@@ -4,23 +4,23 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.errors import RemoteProtocolError
-from kvflow.state.budgets import Budgets
+from kvflow.state.rate_limiter import RateLimiter
 from kvflow.wire.principals import principal_of
 
-__all__ = ["REFUSALS_AT_ONCE", "Refusals"]
+__all__ = ["REJECTIONS_AT_ONCE", "RejectionLimiter"]
 
-REFUSALS_PER_S: Final = 64
+REJECTIONS_PER_S: Final = 64
 """Allowed rate of messages that are malformed or sent in the name of others. Ranks hardly ever send any."""
 
-REFUSALS_AT_ONCE: Final = 1_024
+REJECTIONS_AT_ONCE: Final = 1_024
 """Allowed burst of such messages."""
 
 BYTES_OF_ONE: Final = 16 * 2**10
 """A message counts once more per this many bytes: it was not parsed, but it was received."""
 
 
-class Refusals:
-    """Budgets of rejected messages, one per principal; without keys, one per connection.
+class RejectionLimiter:
+    """Limits the rate of rejected messages per principal; without keys, per connection.
 
     Args:
         names_of: Returns the instances that the peer of a connection may act for.
@@ -30,7 +30,7 @@ class Refusals:
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]], now: Callable[[], float]) -> None:
         self._names_of = names_of
         self._now = now
-        self._budgets = Budgets[bytes | str](REFUSALS_AT_ONCE, REFUSALS_PER_S)
+        self._budgets = RateLimiter[bytes | str](REJECTIONS_AT_ONCE, REJECTIONS_PER_S)
 
     def add(self, connection: bytes, num_bytes: int = 0) -> None:
         """Count a rejected message of `num_bytes` bytes.
@@ -40,4 +40,4 @@ class Refusals:
         """
         taker = principal_of(self._names_of(connection)) or connection
         if not self._budgets.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
-            raise RemoteProtocolError("too many rejected messages", at_once=REFUSALS_AT_ONCE)
+            raise RemoteProtocolError("too many rejected messages", at_once=REJECTIONS_AT_ONCE)

@@ -2,7 +2,7 @@
 
 `call_soon_threadsafe` writes to a socket, and releases the GIL while it does. The event loop wakes up and takes the
 GIL, and the thread must wait for everything the event loop then does before it can continue: an owner thread with its
-next long native call, a scheduler with its step. A doorbell holds the GIL: the event loop wakes up just as soon, but
+next long native call, a scheduler with its step. This class holds the GIL: the event loop wakes up just as soon, but
 runs when the thread next releases the GIL.
 """
 
@@ -14,10 +14,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Doorbell"]
+__all__ = ["ThreadWaker"]
 
 
-class Doorbell:
+class ThreadWaker:
     """Like `call_soon_threadsafe`, but holds the GIL. Create and close it on the event loop.
 
     Many simultaneous calls wake the event loop once. On systems without eventfd (all but Linux), it uses
@@ -41,7 +41,7 @@ class Doorbell:
         """Schedule a call on the event loop, after all earlier ones. Can be called from any thread.
 
         Raises:
-            RuntimeError: The doorbell or the event loop is closed.
+            RuntimeError: The waker or the event loop is closed.
         """
         with self._lock:  # after closing, the descriptor number may belong to another file
             if self._is_closed or self._loop.is_closed():

@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from kvflow.aio.doorbell import Doorbell
+from kvflow.aio.thread_waker import ThreadWaker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.usefixtures("system")
 async def test_every_call_from_any_thread_is_made_once_on_the_event_loop_in_order() -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[tuple[int, int]] = []
     threads = set()
     has_all = anyio.Event()
@@ -60,7 +60,7 @@ async def test_every_call_from_any_thread_is_made_once_on_the_event_loop_in_orde
 
 async def test_the_thread_that_rings_keeps_the_interpreter() -> None:
     """The event loop does not run between two rings unless the thread releases the GIL itself."""
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)
     seen: list[list[int]] = []
@@ -83,7 +83,7 @@ async def test_the_thread_that_rings_keeps_the_interpreter() -> None:
 @pytest.mark.usefixtures("system")
 async def test_closing_makes_what_is_left_and_gives_the_descriptor_back() -> None:
     before = num_files()
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[str] = []
     doorbell.call_soon(lambda: made.append("left"))
     doorbell.close()
@@ -95,7 +95,7 @@ async def test_closing_makes_what_is_left_and_gives_the_descriptor_back() -> Non
 
 @pytest.mark.usefixtures("system")
 async def test_a_call_may_ask_for_another() -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[str] = []
     doorbell.call_soon(lambda: doorbell.call_soon(lambda: made.append("second")))
     await until(lambda: made)
@@ -103,7 +103,7 @@ async def test_a_call_may_ask_for_another() -> None:
 
 
 async def test_calls_that_come_at_once_wake_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     written: list[int] = []
     write = doorbell._write
 
@@ -123,7 +123,7 @@ async def test_calls_that_come_at_once_wake_the_event_loop_once(monkeypatch: pyt
 
 
 async def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[str] = []
     write = doorbell._write
 
@@ -139,7 +139,7 @@ async def test_a_call_from_a_signal_handler_in_the_middle_of_another_is_made(mon
 
 
 async def test_a_signal_handler_that_raises_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[str] = []
     write = doorbell._write
 
@@ -156,7 +156,7 @@ async def test_a_signal_handler_that_raises_silences_nobody(monkeypatch: pytest.
 
 
 async def test_the_event_loop_has_its_turn_although_calls_go_on() -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     turns = 0
 
     def again() -> None:
@@ -164,7 +164,7 @@ async def test_the_event_loop_has_its_turn_although_calls_go_on() -> None:
             doorbell.call_soon(again)
 
     doorbell.call_soon(again)
-    while turns < 10:  # hangs if the doorbell makes calls until none is left
+    while turns < 10:  # hangs if the waker makes calls until none is left
         await asyncio.sleep(0)
         turns += 1
     doorbell.close()
@@ -172,7 +172,7 @@ async def test_the_event_loop_has_its_turn_although_calls_go_on() -> None:
 
 @pytest.mark.usefixtures("system")
 async def test_a_closed_one_takes_no_call() -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     doorbell.close()
     with pytest.raises(RuntimeError, match="closed"):
         doorbell.call_soon(lambda: None)
@@ -180,8 +180,8 @@ async def test_a_closed_one_takes_no_call() -> None:
 
 @pytest.mark.usefixtures("system")
 def test_nobody_answers_after_the_event_loop() -> None:
-    async def install() -> Doorbell:
-        return Doorbell()
+    async def install() -> ThreadWaker:
+        return ThreadWaker()
 
     doorbell = asyncio.run(install())
     with pytest.raises(RuntimeError, match="closed"):
@@ -191,7 +191,7 @@ def test_nobody_answers_after_the_event_loop() -> None:
 
 @pytest.mark.usefixtures("system")
 async def test_a_call_that_raises_does_not_keep_the_others_from_being_made() -> None:
-    doorbell = Doorbell()
+    doorbell = ThreadWaker()
     made: list[str] = []
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.state.shares import Shares
+from kvflow.state.fair_shares import FairShares
 
 
 def test_one_alone_gets_half_and_leaves_the_rest_to_others() -> None:
-    shares = Shares(100)
+    shares = FairShares(100)
     taken = dict.fromkeys(("greedy", "second", "third"), 0)
     for taker in taken:
         while shares.has_place(taker, 1):
@@ -21,7 +21,7 @@ def test_one_alone_gets_half_and_leaves_the_rest_to_others() -> None:
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20))))
 def test_all_together_never_have_more_than_there_is(most: int, wishes: list[tuple[str, int]]) -> None:
-    shares, total = Shares(most), 0
+    shares, total = FairShares(most), 0
     for taker, amount in wishes:
         if shares.has_place(taker, amount):
             shares.add(taker, amount)

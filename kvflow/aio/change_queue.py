@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-__all__ = ["Changes"]
+__all__ = ["ChangeQueue"]
 
 Item = TypeVar("Item")
 
 
-class Changes(Generic[Item]):
+class ChangeQueue(Generic[Item]):
     """Items in the order in which they changed. It never blocks the event loop, and never waits for it.
 
     A thread can poll (`take`), wait, or watch a file descriptor. A notification costs something only if a thread is
