@@ -46,7 +46,7 @@ FIRST_CHUNKS: Final = 3
 """Chunks offered before the disturbance; prefill computes and sends the rest meanwhile."""
 
 SPREAD_S: Final = 0.02
-"""The disturbance comes at a random moment within this time after those chunks."""
+"""The disturbance comes at a random time, at most this long after those chunks."""
 
 STOPPED_LEASES: Final = 4.0
 """How long a process is stopped, in leases."""

@@ -53,7 +53,7 @@ class _Account(NamedTuple):
 
 
 class _Pool(PagePool):
-    """Pages of one token each, and an allocator that gives a page back only when `memory` is SAFE.
+    """A pool of one-token pages, with an allocator that frees a page only when `memory` is SAFE.
 
     Free pages are wiped.
     """

@@ -153,7 +153,7 @@ class Round(NamedTuple):
 
 
 class Sides:
-    """Both processes."""
+    """Handles of both processes."""
 
     def __init__(self, case: str, prefill: ChildProcess, decode: ChildProcess) -> None:
         self._case = case

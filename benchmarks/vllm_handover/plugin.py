@@ -27,10 +27,10 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace: File for the trace, one JSON object a line; no trace if empty.
-        wrong_page: While this file exists, kvflow's senders replace the last page of each chunk by another one; only
-            in the component that the file names, if it names one.
-        eases_nixl: Create the conditions that NixlConnector needs on few CPUs: NIXL's progress thread naps 1 ms
-            instead of busy-waiting, and a worker does not move to the last CPU.
+        wrong_page: While this file exists, kvflow's senders replace the last page of each chunk by another one; only in
+            the component that the file names, if it names one.
+        eases_nixl: Create the conditions that NixlConnector needs on few CPUs: NIXL's progress thread naps 1 ms instead
+            of busy-waiting, and a worker does not move to the last CPU.
     """
 
     trace: str = ""

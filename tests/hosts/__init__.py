@@ -1,1 +1,1 @@
-"""Tests on two hosts: network namespaces with a router between them, so that transports use real TCP."""
+"""Tests on two hosts: network namespaces with a router between them, over which transports use real TCP."""

@@ -44,10 +44,7 @@ ORDERS = list(itertools.permutations(["prefill", "decode", "registry"]))
 async def test_every_order_in_one_task(backend: str, order: tuple[str, ...]) -> None:
     registry = kvflow.Registry()
     await registry.__aenter__()
-    source, target = (
-        make_pool(),
-        make_pool(),
-    )  # keeps the pools alive: dropping one would free memory that is written to
+    source, target = make_pool(), make_pool()  # kept: dropping a pool frees memory that is written to
     prefill = kvflow.PrefillRank(prefill_config(registry.endpoint, backend=backend), source.layout)
     decode = kvflow.DecodeRank(decode_config(registry.endpoint, backend=backend), target.layout)
     await prefill.__aenter__()

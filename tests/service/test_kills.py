@@ -32,7 +32,7 @@ def run(case: str, engine: EngineOptions) -> FailureRow:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
-    """The measurement raises if a process prints errors, or exits with another code than 0 without a kill."""
+    """The measurement raises if a process writes to standard error, or exits with a code other than 0 unless killed."""
     row = run(case, EngineOptions(lease_s=1.0))
     assert row.faults == {}
     assert (row.ok, row.next_transfer_ok, row.quarantined_pages) == (row.rounds, row.rounds, 0)

@@ -50,7 +50,7 @@ def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) ->
 
 
 def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
-    """Plan and carry out each chunk of each component."""
+    """Plan and execute each chunk of each component."""
     for name, component in chunk_slices(world, bound, source, target):
         start, stop = component.tokens
         assert len(plan(bound, {name: component}).src) <= bound.max_descriptors(name, stop - start)

@@ -194,7 +194,7 @@ async def test_half_open_connection_is_replaced() -> None:
 
 @pytest.mark.parametrize("last", [frame(b"hello"), frame(b"hello") + PING], ids=["a message", "a heartbeat"])
 async def test_a_client_that_falls_silent_is_disconnected(last: bytes) -> None:
-    """Its process was stopped, or its host is gone: nothing arrives any more, and no one closes the connection."""
+    """Its process was stopped, or its host is gone: it sends nothing any more, and does not close the connection."""
     with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
         raw.send(PING + last)
         name, _ = await server.receive()

@@ -1,4 +1,4 @@
-"""Bytes from outside become one well-formed message or one RemoteProtocolError, never anything else."""
+"""Decoding of untrusted bytes: the result is one well-formed message or a RemoteProtocolError, nothing else."""
 
 import struct
 import typing
