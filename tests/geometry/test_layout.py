@@ -5,25 +5,9 @@ import pytest
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
+from tests.geometry.regions import region
 
 HIGH = 0xFFFF81AB54E01000  # an address as Intel XPU returns it
-
-
-def region(**changes: object) -> Region:
-    fields: dict[str, object] = {
-        "tensor": "k",
-        "layer": 0,
-        "address": 4096,
-        "slots": 8,
-        "slot_stride": 256,
-        "tokens_per_slot": 4,
-        "token_stride": 64,
-        "heads": (0, 2),
-        "head_stride": 32,
-        "head_bytes": 32,
-        "dtype": "bfloat16",
-    }
-    return Region(**(fields | changes))  # type: ignore[arg-type]
 
 
 def layout(*regions: Region, **changes: object) -> KVLayout:

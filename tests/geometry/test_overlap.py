@@ -12,26 +12,12 @@ from msgspec.structs import replace
 
 from kvflow import KVLayout, layout_from_tensors
 from kvflow.errors import LayoutError
-from kvflow.geometry import Component, Region
+from kvflow.geometry import Component
 from kvflow.geometry.layout import MAX_REGIONS
 from kvflow.geometry.overlap import Cells, find_overlap
+from tests.geometry.regions import region
 
 NHD = "page token head dim"
-
-
-def region(tensor: str = "k", layer: int = 0, **changes: object) -> Region:
-    fields: dict[str, object] = {
-        "address": 4096,
-        "slots": 8,
-        "slot_stride": 256,
-        "tokens_per_slot": 4,
-        "token_stride": 64,
-        "heads": (0, 2),
-        "head_stride": 32,
-        "head_bytes": 32,
-        "dtype": "bfloat16",
-    }
-    return Region(tensor=tensor, layer=layer, **(fields | changes))  # type: ignore[arg-type]
 
 
 def pools(count: int = 4) -> list[torch.Tensor]:
