@@ -34,7 +34,7 @@ def layout(*regions: Region, **changes: object) -> KVLayout:
 )
 def test_region_names_what_is_wrong_with_it(changes: dict[str, object], named: str) -> None:
     with pytest.raises(LayoutError) as error:
-        region(**changes)
+        region(**changes)  # type: ignore[arg-type]
     assert named in str(error.value)
     assert error.value.values["tensor"] == "k"
 
