@@ -178,7 +178,7 @@ class Transfer(abc.ABC):
         if failure is None:
             raise LocalProtocolError("transfer has not failed", room=self.room, outcome=self.outcome.value)
         return TransferFailed(
-            self.room, failure.reason, failure.stage, failure.rank, failure.detail, memory=lambda: self.memory
+            self.room, failure.reason, failure.stage, failure.detected_by, failure.detail, memory=lambda: self.memory
         )
 
     @abc.abstractmethod

@@ -181,7 +181,7 @@ def _fields(item: object) -> dict[str, object]:
 
 def failure_values(failure: Failure) -> dict[str, object]:
     """Return the values of a failure for a log line."""
-    return {"reason": failure.reason.value, "detected_by": failure.rank, "detail": shorten(failure.detail)}
+    return {"reason": failure.reason.value, "detected_by": failure.detected_by, "detail": shorten(failure.detail)}
 
 
 MAX_TEXT: Final = 500

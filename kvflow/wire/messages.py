@@ -148,13 +148,13 @@ class Failure(msgspec.Struct, frozen=True):
     Attributes:
         reason: Machine-readable reason.
         stage: Stage that detected the failure.
-        rank: The rank that detected it first, as "instance/engine_rank".
+        detected_by: The rank that detected it first, as "instance/engine_rank".
         detail: Human-readable explanation.
     """
 
     reason: FailureReason
     stage: Stage
-    rank: Annotated[str, msgspec.Meta(max_length=2 * MAX_INSTANCE_CHARACTERS)]
+    detected_by: Annotated[str, msgspec.Meta(max_length=2 * MAX_INSTANCE_CHARACTERS)]
     detail: str
 
     def __post_init__(self) -> None:

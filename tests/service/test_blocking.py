@@ -507,7 +507,7 @@ def test_room_in_use_shows_in_the_outcome() -> None:
         first, second = pair.receive(1), pair.receive(1)
         assert second.wait() is Outcome.FAILED
         assert second.failure is not None
-        assert (second.failure.reason, second.failure.rank) == (FailureReason.PROTOCOL, "decode/0")
+        assert (second.failure.reason, second.failure.detected_by) == (FailureReason.PROTOCOL, "decode/0")
         assert "already being received" in second.failure.detail
         with pytest.raises(LocalProtocolError, match="already being received"):
             second.result()

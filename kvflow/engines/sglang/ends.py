@@ -99,7 +99,11 @@ class End:
             # This ends SGLang's server, which would otherwise fail all requests but still pass its health checks.
             with suppress(TransferFailed):  # a peer is broken, or this rank broke after the transfer had started
                 update.transfer.result()
-        reason = "kvflow gave no reason" if failure is None else f"{failure.reason}: {failure.detail} ({failure.rank})"
+        reason = (
+            "kvflow gave no reason"
+            if failure is None
+            else f"{failure.reason}: {failure.detail} ({failure.detected_by})"
+        )
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
     def _refuse(self, reason: str) -> None:

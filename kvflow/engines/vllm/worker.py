@@ -369,7 +369,7 @@ def _reason(transfer: BlockingSender | BlockingReceiver | None) -> str:
     if transfer.failure is None:
         return "prefill has computed another prompt"
     failure = transfer.failure
-    return f"{failure.reason}: {failure.detail} ({failure.rank})"
+    return f"{failure.reason}: {failure.detail} ({failure.detected_by})"
 
 
 def _record(caches: Caches) -> Any:

@@ -335,7 +335,7 @@ class Oracle:
     def _keeps(self, one: Receiving) -> bool:
         """Return whether a decode rank wants a room, or has just learnt that prefill gave it up."""
         is_wanted = one.outcome is Outcome.PENDING or (
-            one.failure is not None and one.failure.rank.startswith(f"{one.request.prefill}/")
+            one.failure is not None and one.failure.detected_by.startswith(f"{one.request.prefill}/")
         )
         return is_wanted and one.process.is_alive and one.process.stopped_so_far_s() == 0.0
 
