@@ -5,7 +5,7 @@
 set -eu
 
 cache=$1
-packages="anyio hypothesis msgspec numpy pytest pytest-timeout pyzmq structlog typing-extensions"
+packages="anyio hypothesis msgspec numpy pytest pytest-timeout pytest-xdist pyzmq structlog typing-extensions"
 tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire"
 ranks="tests/service/test_transfer.py tests/service/test_blocking.py tests/service/test_handshakes.py"
 
@@ -18,6 +18,8 @@ find_python() {
         fi
     done
 }
+
+workers="--numprocesses auto --maxprocesses 4 --dist worksteal"
 
 ignored=""
 for file in $(grep -rl "^import torch" $tests); do
@@ -38,10 +40,10 @@ for version in 3.11 3.12 3.13 3.14; do
     "$environment/bin/pip" install --quiet --disable-pip-version-check --constraint constraints.txt $packages
     echo "Python $version: $("$environment/bin/python" --version) of $python"
     # shellcheck disable=SC2086
-    "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" $ignored $tests
+    "$environment/bin/python" -m pytest -q -p no:cacheprovider $workers -m "not slow" $ignored $tests
     # Whole ranks, over the transport that needs no library.
     # shellcheck disable=SC2086
-    "$environment/bin/python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not nixl and not mooncake" $ranks
+    "$environment/bin/python" -m pytest -q -p no:cacheprovider $workers -m "not slow" -k "not nixl and not mooncake" $ranks
 done
 
 if [ $num_found = 0 ]; then
