@@ -75,6 +75,7 @@ async def test_thousands_that_never_speak_are_closed() -> None:
 async def test_rank_without_descriptors_goes_on_and_takes_new_peers_once_there_are_some() -> None:
     async with deploy() as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
+        await honest.go_on()  # its ranks are connected
         with ExitStack() as stack, files(num_files() + FREE):
             taken = 0
             with suppress(OSError):
