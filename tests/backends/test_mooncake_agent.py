@@ -41,6 +41,10 @@ class Engine(WritingEngine):
         """Accept any address, as if a peer answered."""
 
     @override
+    def open_session(self, session: str) -> bool:
+        return True
+
+    @override
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
         return address.incarnation
 
@@ -73,7 +77,7 @@ class Bench:
 
     def connect(self) -> None:
         """Connect the peer as the backend does."""
-        engine = self.agent.borrow_sender(self.agent.engine_in_use("peer"))
+        engine = self.agent.borrow_sender("", self.agent.engine_in_use("peer"))
         self.agent.connect("peer", engine, "peer:1")
         self.agent.give_back(engine)
 

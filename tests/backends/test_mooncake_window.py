@@ -21,6 +21,7 @@ class Engine:
         self.rows: list[tuple[int, int, int]] = []
         self.states: dict[int, int] = {}
         self.refuse_from: int | None = None
+        self.is_opening = False
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         assert session == "peer:1"
@@ -35,6 +36,12 @@ class Engine:
         if state != RUNNING:
             del self.states[transfer_id]
         return state
+
+    def begin_writes(self) -> bool:
+        return not self.is_opening
+
+    def end_writes(self) -> None:
+        """Do nothing."""
 
     def end(self, *transfer_ids: int, state: int = DONE) -> None:
         for transfer_id in transfer_ids or [one for one, running in self.states.items() if running == RUNNING]:
