@@ -1,7 +1,7 @@
 """Attacks that only Mooncake permits, with correct transfers in the background."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 
 import anyio
 import anyio.abc
@@ -30,38 +30,29 @@ PATIENCE_S = 20.0
 class Tarpit:
     """A listener that forwards its first connection to a Mooncake endpoint, and never answers the others."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.theirs = PeerMetadata.unpack(endpoint.backend.metadata(), backend="mooncake")
-        self.real = EndpointAddress.unpack(self.theirs.agent, agent=endpoint.name, protocol="tcp")
-        self.num_accepted = 0
-        self.port = 0
-        self._release = anyio.Event()
-
-    @property
-    def num_silent(self) -> int:
-        """Connections that were accepted and not answered."""
-        return max(self.num_accepted - 1, 0)
+    def __init__(self, endpoint: Endpoint, listener: anyio.abc.Listener[anyio.abc.SocketStream]) -> None:
+        self.listener = listener
+        self.num_silent = 0
+        self._theirs = PeerMetadata.unpack(endpoint.backend.metadata(), backend="mooncake")
+        self._real = EndpointAddress.unpack(self._theirs.agent, agent=endpoint.name, protocol="tcp")
+        self._has_answered = False
 
     async def serve(self, client: anyio.abc.SocketStream) -> None:
-        self.num_accepted += 1
         async with client:
-            if self.num_accepted > 1:
-                await self._release.wait()
-                return
-            host, _, port = self.real.session.rpartition(":")
+            if self._has_answered:
+                self.num_silent += 1
+                await anyio.sleep_forever()
+            self._has_answered = True
+            host, _, port = self._real.session.rpartition(":")
             async with await anyio.connect_tcp(host, int(port)) as upstream, anyio.create_task_group() as tasks:
                 tasks.start_soon(pump, upstream, client)
                 await pump(client, upstream)
 
-    def release(self) -> None:
-        """Close the connections that are not answered, so that nothing waits for them any more."""
-        self._release.set()
-
     def metadata_for(self, peer: PeerId) -> bytes:
         """Return the metadata of a rank that claims to be reached here."""
-        session = f"127.0.0.1:{self.port}"
-        address = structs.replace(self.real, agent=agent_name(peer), session=session)
-        return structs.replace(self.theirs, agent=address.pack()).pack()
+        port = self.listener.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 - not Django's
+        address = structs.replace(self._real, agent=agent_name(peer), session=f"127.0.0.1:{port}")
+        return structs.replace(self._theirs, agent=address.pack()).pack()
 
 
 async def pump(source: anyio.abc.SocketStream, target: anyio.abc.SocketStream) -> None:
@@ -74,24 +65,24 @@ async def pump(source: anyio.abc.SocketStream, target: anyio.abc.SocketStream) -
 
 
 @asynccontextmanager
-async def tarpit() -> AsyncIterator[Tarpit]:
-    async with open_backend(MooncakeBackend()) as endpoint:
-        pit = Tarpit(endpoint)
-        async with (
-            await anyio.create_tcp_listener(local_host="127.0.0.1") as listener,
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(listener.serve, pit.serve)
-            pit.port = listener.extra(anyio.abc.SocketAttribute.local_port)  # noqa: S610 - not Django's
+async def tarpits(count: int) -> AsyncIterator[list[Tarpit]]:
+    """Open tarpits in front of one endpoint. At the end, close their connections, so that nothing waits for them."""
+    async with open_backend(MooncakeBackend()) as endpoint, AsyncExitStack() as stack:
+        pits = []
+        for _ in range(count):
+            listener = await stack.enter_async_context(await anyio.create_tcp_listener(local_host="127.0.0.1"))
+            pits.append(Tarpit(endpoint, listener))
+        async with anyio.create_task_group() as tasks:
+            for pit in pits:
+                tasks.start_soon(pit.listener.serve, pit.serve)
             try:
-                yield pit
+                yield pits
             finally:
-                pit.release()
                 tasks.cancel_scope.cancel()
 
 
 def hello_at(deployment: Guarded, pit: Tarpit, rank: int) -> Hello:
-    """Return the Hello of an insider's rank whose session is the tarpit."""
+    """Return the Hello of an insider's rank whose session is a tarpit."""
     layout = make_pool().layout
     route = compile_routes({0: deployment.prefill[0].layout}, layout, decode_rank=0)[0]
     metadata = pit.metadata_for(PeerId(RankId("other", rank), 99))
@@ -100,28 +91,22 @@ def hello_at(deployment: Guarded, pit: Tarpit, rank: int) -> Hello:
 
 async def test_an_insider_that_does_not_answer_holds_up_no_other_instance() -> None:
     """The library waits for its answer under a lock that every write through the same engine needs."""
-    async with (
-        guarded("other", backend="mooncake") as deployment,
-        tarpit() as pit,
-        under_way(deployment) as honest,
-    ):
-        try:
-            await honest.go_on()
-            with closing(insider(deployment)) as attacker:
-                for rank in range(3):
-                    attacker.say(hello_at(deployment, pit, rank))
-                await until(lambda: pit.num_silent)
-                with anyio.fail_after(PATIENCE_S):
-                    await honest.go_on()
-                    config = decode_config(
-                        deployment.registry.endpoint, backend="mooncake", trust=deployment.keys["decode"]
-                    )
-                    async with kvflow.DecodeRank(config, make_pool().layout):
-                        await works(deployment, 78)
-                refused = await attacker.answer(Refuse, PATIENCE_S)
-                assert isinstance(refused, Refuse)
-                assert "does not answer" in refused.detail
-                with anyio.fail_after(PATIENCE_S):
-                    await honest.go_on()
-        finally:
-            pit.release()
+    async with guarded("other", backend="mooncake") as deployment, under_way(deployment) as honest, tarpits(3) as pits:
+        await honest.go_on()
+        with ExitStack() as stack:
+            attackers = [stack.enter_context(closing(insider(deployment))) for _ in pits]
+            for rank, (attacker, pit) in enumerate(zip(attackers, pits, strict=True)):
+                attacker.say(hello_at(deployment, pit, rank))
+            await until(lambda: sum(pit.num_silent for pit in pits))
+            with anyio.fail_after(PATIENCE_S):
+                await honest.go_on()
+                config = decode_config(
+                    deployment.registry.endpoint, backend="mooncake", trust=deployment.keys["decode"]
+                )
+                async with kvflow.DecodeRank(config, make_pool().layout):
+                    await works(deployment, 78)
+                for attacker in attackers:
+                    refused = await attacker.answer(Refuse, PATIENCE_S)
+                    assert isinstance(refused, Refuse)
+                    assert "does not answer" in refused.detail
+                await honest.go_on()
