@@ -24,7 +24,7 @@ async def test_peers_that_do_not_answer_take_places_of_their_own_principal_only(
 
         async def hold(peer: str, metadata: bytes, principal: str) -> None:
             if peer.startswith("other"):
-                held.append(peer)
+                held.append(principal)
                 await anyio.sleep_forever()
             await connect(peer, metadata, principal)
 
@@ -37,4 +37,5 @@ async def test_peers_that_do_not_answer_take_places_of_their_own_principal_only(
                 attacker.say(hello_to(deployment, instance=f"other-{number}", layout=layout, route=route))
             await until(lambda: len(held) == HELLOS_AT_ONCE)
             await works(deployment)
+            assert set(held) == {"other-*"}
             assert len(held) == HELLOS_AT_ONCE

@@ -228,3 +228,17 @@ def test_whatever_ends_when_every_post_has_one_end(
     assert {end.post_id for end in ends if end.error is not None} == failed
     for post_id in set(range(len(posts))) - failed:
         assert bench.posts().count(post_id) == posts[post_id]
+
+
+def test_nothing_is_started_while_a_session_is_opened() -> None:
+    bench = Bench(max_running=4)
+    bench.post(1, 6)
+    bench.engine.is_opening = True
+    bench.engine.end()
+    bench.poll(2)
+    bench.post(2, 1)
+    assert len(bench.engine.rows) == 4
+    assert bench.connection.is_active
+    bench.engine.is_opening = False
+    bench.finish()
+    assert {event.post_id for event in bench.events if isinstance(event, PostEnded)} == {1, 2}

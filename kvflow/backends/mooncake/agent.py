@@ -73,7 +73,7 @@ class Agent:
         self._departed: list[PeerConnection[WritingEngine]] = []
         self._cell = cell = IncarnationCell()
         self._engines: list[WritingEngine] = []
-        self._senders: dict[str, WritingEngine] = {}  # by principal, while they have users
+        self._senders: dict[str, WritingEngine] = {}  # by principal
         self._target = self._start_engine()
         self.address = EndpointAddress(name, protocol, self._target.session, cell.incarnation, cell.address)
 
@@ -104,7 +104,7 @@ class Agent:
             BackendError: Too many engines are in use, or none could be started.
         """
         engine = self._senders.get(principal) or self._choose_sender()
-        is_crowded = sum(one.is_worn_out and one.num_users > 0 for one in self._engines) >= MAX_REPLACED
+        is_crowded = sum(one.is_worn_out and one.is_used for one in self._engines) >= MAX_REPLACED
         if engine is worn_out or (engine.num_departed >= MAX_DEPARTED and not is_crowded):
             if is_crowded:
                 raise BackendError("too many Mooncake engines are still in use by peers", engines=MAX_REPLACED)
@@ -119,13 +119,9 @@ class Agent:
         self.close_unused()
 
     def close_unused(self) -> None:
-        """Close worn-out engines that nothing uses any more. Other unused engines become free for any principal."""
+        """Close worn-out engines that nothing uses any more. Others stay, as closing one takes a second."""
         for engine in self._engines.copy():
-            if engine.num_users or engine.num_contacts:
-                continue
-            if not engine.is_worn_out:
-                self._senders = {name: one for name, one in self._senders.items() if one is not engine}
-            elif engine is not self._target:
+            if engine.is_worn_out and not engine.is_used and engine is not self._target:
                 self._engines.remove(engine)
                 engine.close()
 
@@ -188,14 +184,19 @@ class Agent:
             self._emit([_stopped(post) for post in stopped])
 
     def _choose_sender(self) -> WritingEngine:
-        """Return an engine for another principal: a free one, a new one, or else the one with the fewest users."""
-        senders = set(self._senders.values())
-        for engine in self._engines:
-            if engine not in senders and not engine.is_worn_out:
-                return engine
+        """Return an engine for another principal: a new one, or else the one with the fewest users.
+
+        A principal whose engine has no users loses it.
+        """
+        if not self._senders and not self._target.is_worn_out:
+            return self._target
+        senders = dict.fromkeys(self._senders.values())
         if len(senders) < self._max_senders:
             return self._start_engine()
-        return min(senders, key=lambda engine: (engine.is_opening, engine.num_users))
+        chosen = min(senders, key=lambda engine: (engine.is_opening, engine.num_users))
+        if not chosen.num_users:
+            self._senders = {name: one for name, one in self._senders.items() if one is not chosen}
+        return chosen
 
     def _replace(self, worn_out: WritingEngine) -> WritingEngine:
         """Start an engine in place of a sender."""

@@ -235,10 +235,10 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             async with self._borrowed_sender(principal, worn_out) as engine:
                 contact = functools.partial(self._contact, principal, engine)
                 await contact(functools.partial(engine.probe, address))
-                incarnation = None
-                if await contact(functools.partial(engine.open_session, address.session), is_opening=True):
-                    await self._check_owner(contact, engine, peer, address)
-                    incarnation = await contact(functools.partial(engine.read_incarnation, address))
+                if not await contact(functools.partial(engine.open_session, address.session), is_opening=True):
+                    raise BackendError("peer answers, but does not say where its memory is", session=address.session)
+                await self._check_owner(contact, engine, peer, address)
+                incarnation = await contact(functools.partial(engine.read_incarnation, address))
                 if incarnation == address.incarnation:
                     connect = functools.partial(_connect_line, peer=peer, engine=engine, session=address.session)
                     return await self._call(connect)

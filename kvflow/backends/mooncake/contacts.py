@@ -1,23 +1,21 @@
 """The threads that contact peers. A peer may leave such a thread hanging for a minute."""
 
 import asyncio
-import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 
-from kvflow.backends.threads import start_thread
+from kvflow.backends.threads import run_in_thread
+from kvflow.errors import BackendError
 from kvflow.state.fair_shares import FairShares
 
 __all__ = ["ContactThreads"]
 
 Result = TypeVar("Result")
-
-THREAD_NAME: Final = "kvflow-mooncake-contact"
 
 
 class ContactThreads:
@@ -32,6 +30,7 @@ class ContactThreads:
 
     def __init__(self, at_once: int) -> None:
         self._shares = FairShares(at_once)
+        self._limiter = anyio.CapacityLimiter(at_once)  # never waits, as the shares are not larger
         self._resources: set[object] = set()
         self._freed = anyio.Event()
 
@@ -52,33 +51,18 @@ class ContactThreads:
             on_abandoned: Called in the thread when the function has ended after its caller was cancelled.
 
         Raises:
-            BackendUnavailable: The system allows no more threads.
+            BackendError: The system allows no more threads.
         """
         while not self._shares.has_place(principal, 1) or resource in self._resources:
             await self._freed.wait()
         self._shares.add(principal, 1)
         if resource is not None:
             self._resources.add(resource)
-        free = functools.partial(self._free, principal, resource)
-        loop = asyncio.get_running_loop()
-        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        awaited = asyncio.wrap_future(future)
-
-        def run() -> None:
-            try:
-                _complete(future, function)
-            finally:
-                if awaited.cancelled():
-                    on_abandoned()
-                with suppress(RuntimeError):  # the event loop is closed
-                    loop.call_soon_threadsafe(free)
-
+        call = _Call(function, functools.partial(self._free, principal, resource), on_abandoned)
         try:
-            start_thread(threading.Thread(target=run, name=THREAD_NAME))
-        except BaseException:
-            free()
-            raise
-        return await awaited
+            return await run_in_thread(call.run, limiter=self._limiter, abandon_on_cancel=True)
+        finally:
+            call.leave()
 
     def _free(self, principal: str, resource: object) -> None:
         self._shares.add(principal, -1)
@@ -87,13 +71,48 @@ class ContactThreads:
         freed.set()
 
 
-def _complete(future: "concurrent.futures.Future[Result]", function: Callable[[], Result]) -> None:
-    """Complete a future with the result of a function, unless it was cancelled already."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+class _Call(Generic[Result]):
+    """A call that the thread and the caller can leave in any order. The later one frees its place."""
+
+    def __init__(
+        self, function: Callable[[], Result], free: Callable[[], None], on_abandoned: Callable[[], None]
+    ) -> None:
+        self._function = function
+        self._free = free
+        self._on_abandoned = on_abandoned
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._is_running = False
+        self._is_abandoned = False
+
+    def run(self) -> Result:
+        """Call the function. Called in the thread.
+
+        Raises:
+            BackendError: The caller has given up already.
+        """
+        with self._lock:
+            if self._is_abandoned:
+                raise BackendError("peer was given up before it was contacted")
+            self._is_running = True
+        try:
+            return self._function()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_running = False
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
+            self._on_abandoned()
+            with suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(self._free)
+
+    def leave(self) -> None:
+        """Give up the call unless it has ended. Called on the event loop."""
+        with self._lock:
+            self._is_abandoned = True
+            is_running = self._is_running
+        if not is_running:
+            self._free()

@@ -66,6 +66,11 @@ class WritingEngine(abc.ABC):
                 self._num_opening -= is_opening
 
     @property
+    def is_used(self) -> bool:
+        """Whether it must not be closed yet."""
+        return self.num_users > 0 or self.num_contacts > 0
+
+    @property
     def is_opening(self) -> bool:
         """Whether a session is being opened, so that `submit` could block."""
         return self._num_opening > 0
