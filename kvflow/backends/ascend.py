@@ -184,6 +184,11 @@ class AscendEngine(WritingEngine):
         """Do nothing: the library has no probe."""
 
     @override
+    def open_session(self, session: str) -> bool:
+        """Return True: the library opens sessions by itself, on the thread of this engine."""
+        return True
+
+    @override
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
         """Return the incarnation in the address unchecked, because the library cannot read a peer's host memory."""
         return address.incarnation

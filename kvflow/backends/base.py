@@ -208,6 +208,23 @@ class Backend(abc.ABC):
             BackendError: The metadata is damaged or belongs to another transport.
         """
 
+    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
+        """Prepare for writes to a peer whose key is known; otherwise like `connect`, which the default calls.
+
+        A prefill rank calls only this method. A transport overrides it if one peer can hold up others, to keep
+        principals apart.
+
+        Args:
+            peer: As in `connect`.
+            metadata: As in `connect`.
+            principal: Identifies the peers whose keys are listed for the same instances. A peer cannot choose it. Empty
+                without keys.
+
+        Raises:
+            BackendError: As in `connect`.
+        """
+        await self.connect(peer, metadata)
+
     @abc.abstractmethod
     async def disconnect(self, peer: str) -> None:
         """Release a peer's resources once its posts have ended.

@@ -173,9 +173,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
     async def connect(self, peer: str, metadata: bytes) -> None:
         if peer in self._peers:
             return
-        self._running()
-        theirs = PeerMetadata.unpack(metadata, backend=self.metadata_format or self.name)
-        self._peers[peer] = await self._connect(peer, theirs)
+        self._peers[peer] = await self._connect(peer, self._unpack(metadata))
 
     @override
     async def disconnect(self, peer: str) -> None:
@@ -230,6 +228,15 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
             raise
         except Exception as error:
             raise failure("transport library failed", backend=self.name, detail=_text(error)) from error
+
+    def _unpack(self, metadata: bytes) -> PeerMetadata:
+        """Unpack the metadata of a peer.
+
+        Raises:
+            BackendError: It is damaged or belongs to another transport, or the backend is not open.
+        """
+        self._running()
+        return PeerMetadata.unpack(metadata, backend=self.metadata_format or self.name)
 
     def _running(self) -> tuple[OwnerThread, AnyAgent]:
         """Return the owner thread and the agent.

@@ -140,15 +140,15 @@ class SharedBackend:
         """Keep memory alive until the transport closes, because peers may write to it until then."""
         self._kept.append(memory)
 
-    async def connect(self, member: "RankEndpoint", peer: str, metadata: bytes) -> None:
+    async def connect(self, member: "RankEndpoint", peer: str, metadata: bytes, principal: str) -> None:
         """Prepare for writes of one rank to a peer.
 
         Raises:
-            BackendError: As in `Backend.connect`.
+            BackendError: As in `Backend.connect_authenticated`.
         """
         self._connected.setdefault(peer, {})[member] = None
         try:
-            await self._inner.connect(peer, metadata)
+            await self._inner.connect_authenticated(peer, metadata, principal)
         except BaseException:
             await self.disconnect(member, peer)
             raise
@@ -291,9 +291,13 @@ class RankEndpoint(Backend):
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
+        await self.connect_authenticated(peer, metadata, "")
+
+    @override
+    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
         self._check_open()
         if peer not in self._peers:
-            await self._shared.connect(self, peer, metadata)
+            await self._shared.connect(self, peer, metadata, principal)
             self._peers[peer] = None
 
     @override

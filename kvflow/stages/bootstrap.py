@@ -106,7 +106,7 @@ class HelloChecks:
         principal = self._principal_of(connection)
         if principal not in self._at_once:
             self._at_once[principal] = anyio.CapacityLimiter(HELLOS_AT_ONCE)
-        self._context.start_task(self._check, connection, hello, self._at_once[principal])
+        self._context.start_task(self._check, connection, hello, principal)
 
     def disconnect(self, peer: PeerId) -> None:
         """Release the transport's resources for a peer, unless another peer shares its agent."""
@@ -116,8 +116,8 @@ class HelloChecks:
             ended = self._disconnecting[agent] = anyio.Event()
             self._context.start_task(self._disconnect, agent, ended)
 
-    async def _check(self, connection: bytes, hello: Hello, at_once: anyio.CapacityLimiter) -> None:
-        async with at_once:
+    async def _check(self, connection: bytes, hello: Hello, principal: str) -> None:
+        async with self._at_once[principal]:
             began = self._context.now()
             try:
                 if len(hello.route.slices) > SLICES_BOUND_INLINE:
@@ -128,7 +128,7 @@ class HelloChecks:
                     self._check_agent(hello)
                     self._check_unclosed(hello)
                     agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
-                    await self._connect(agent, hello.backend_metadata)
+                    await self._connect(agent, hello.backend_metadata, principal)
             except (KvflowError, MemoryError) as error:
                 checked = ev.HelloChecked(connection, hello, None, str(error) or "out of memory")
             else:
@@ -192,11 +192,11 @@ class HelloChecks:
             packed = self._staging.find(link.slices)
         return replace(link, prepared=PreparedRoute(blocks, packed, is_head_major(link.route)))
 
-    async def _connect(self, agent: str, metadata: bytes) -> None:
+    async def _connect(self, agent: str, metadata: bytes, principal: str) -> None:
         """Connect the transport to an agent, after any disconnection from it that is still in progress."""
         while agent in self._disconnecting:
             await self._disconnecting[agent].wait()
-        await self._backend.connect(agent, metadata)
+        await self._backend.connect_authenticated(agent, metadata, principal)
 
     async def _disconnect(self, agent: str, ended: anyio.Event) -> None:
         try:

@@ -20,15 +20,15 @@ async def test_peers_that_do_not_answer_take_places_of_their_own_principal_only(
 ) -> None:
     async with guarded("other-*") as deployment:
         prefill = deployment.prefill[0]
-        connect, held = prefill._backend.connect, list[str]()
+        connect, held = prefill._backend.connect_authenticated, list[str]()
 
-        async def hold(peer: str, metadata: bytes) -> None:
+        async def hold(peer: str, metadata: bytes, principal: str) -> None:
             if peer.startswith("other"):
-                held.append(peer)
+                held.append(principal)
                 await anyio.sleep_forever()
-            await connect(peer, metadata)
+            await connect(peer, metadata, principal)
 
-        monkeypatch.setattr(prefill._backend, "connect", hold)
+        monkeypatch.setattr(prefill._backend, "connect_authenticated", hold)
         layout = make_pool().layout
         route = compile_routes({0: prefill.layout}, layout, decode_rank=0)[0]
         with ExitStack() as stack:
@@ -37,4 +37,5 @@ async def test_peers_that_do_not_answer_take_places_of_their_own_principal_only(
                 attacker.say(hello_to(deployment, instance=f"other-{number}", layout=layout, route=route))
             await until(lambda: len(held) == HELLOS_AT_ONCE)
             await works(deployment)
+            assert set(held) == {"other-*"}
             assert len(held) == HELLOS_AT_ONCE

@@ -179,7 +179,7 @@ async def test_memory_in_an_aligned_page_that_is_registered_already_is_refused()
     async with AscendBackend(**OPTIONS) as backend:
         await open_bare(backend)
         assert backend._agent is not None
-        engine = backend._agent.borrow_sender()
+        engine = backend._agent.borrow_sender("")
         engine.register([MemoryRange(4 * ALIGNMENT, ALIGNMENT)])
         engine.register([MemoryRange(5 * ALIGNMENT + 5, 10)])
         with pytest.raises(RegistrationError, match="aligned page") as caught:

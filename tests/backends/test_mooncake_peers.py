@@ -263,9 +263,9 @@ async def test_memory_that_cannot_be_read_is_refused_and_costs_no_engine() -> No
 
 
 async def test_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "MAX_ENGINES", 1)
+    monkeypatch.setattr(agent, "MAX_REPLACED", 0)
     async with open_source() as source, open_peer() as peer:
-        with pytest.raises(BackendError, match="too many Mooncake engines are still"):
+        with pytest.raises(BackendError, match="too many Mooncake engines"):
             await source.backend.connect(peer.name, peer.metadata_with(incarnation_address=4096))
         await source.backend.connect(peer.name, peer.metadata)
         await write_everything(source, peer, 1)

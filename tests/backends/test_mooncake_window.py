@@ -21,6 +21,7 @@ class Engine:
         self.rows: list[tuple[int, int, int]] = []
         self.states: dict[int, int] = {}
         self.refuse_from: int | None = None
+        self.is_opening = False
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         assert session == "peer:1"
@@ -35,6 +36,12 @@ class Engine:
         if state != RUNNING:
             del self.states[transfer_id]
         return state
+
+    def begin_writes(self) -> bool:
+        return not self.is_opening
+
+    def end_writes(self) -> None:
+        """Do nothing."""
 
     def end(self, *transfer_ids: int, state: int = DONE) -> None:
         for transfer_id in transfer_ids or [one for one, running in self.states.items() if running == RUNNING]:
@@ -221,3 +228,17 @@ def test_whatever_ends_when_every_post_has_one_end(
     assert {end.post_id for end in ends if end.error is not None} == failed
     for post_id in set(range(len(posts))) - failed:
         assert bench.posts().count(post_id) == posts[post_id]
+
+
+def test_nothing_is_started_while_a_session_is_opened() -> None:
+    bench = Bench(max_running=4)
+    bench.post(1, 6)
+    bench.engine.is_opening = True
+    bench.engine.end()
+    bench.poll(2)
+    bench.post(2, 1)
+    assert len(bench.engine.rows) == 4
+    assert bench.connection.is_active
+    bench.engine.is_opening = False
+    bench.finish()
+    assert {event.post_id for event in bench.events if isinstance(event, PostEnded)} == {1, 2}

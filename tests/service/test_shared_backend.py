@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import anyio
 import numpy as np
 import pytest
+from typing_extensions import override
 
 import kvflow
 from kvflow import blocking
-from kvflow.backends.memory import FaultScript
+from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits
 from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError
+from tests.backends.endpoints import copies, open_backend
 from tests.support.instances import BACKENDS, PAGE_SIZE, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -207,6 +209,30 @@ async def test_an_agent_is_not_taken_from_another_rank() -> None:
         with pytest.raises(kvflow.BackendError, match="a different transport agent"):
             agents.add(theirs, "somebody", b"mine")
         assert agents.of(theirs) == other.shared.agent
+
+
+class NotesPrincipals(MemoryBackend):
+    """A transport that records the principals of its peers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.principals: list[str] = []
+
+    @override
+    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
+        self.principals.append(principal)
+        await super().connect_authenticated(peer, metadata, principal)
+
+
+async def test_a_shared_transport_learns_the_principals_of_peers() -> None:
+    transport = NotesPrincipals()
+    shared = kvflow.SharedBackend(lambda: transport)
+    async with open_backend(shared.for_rank()) as source, open_backend(MemoryBackend()) as target:
+        await source.backend.connect_authenticated(target.name, target.backend.metadata(), "decode")
+        await source.connect(target)
+        source.post(1, target, copies(source, target))
+        assert (await source.take_end(1)).error is None
+    assert transport.principals == ["decode"]
 
 
 async def test_misuse_is_told() -> None:

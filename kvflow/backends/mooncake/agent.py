@@ -15,23 +15,29 @@ from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
+from kvflow.state.rate_limiter import RateLimiter
 
 __all__ = ["Agent"]
 
-MAX_ENGINES: Final = 8
-"""Limit on engines in use. An engine stays until the last peer that was connected through it has left."""
+MAX_REPLACED: Final = 7
+"""Limit on replaced engines in use. An engine stays until the last peer that was connected through it has left."""
 
 MAX_DEPARTED: Final = 32
-"""Departed peers after which new peers get a fresh engine; until then, each costs four open file descriptors."""
+"""Peers that have departed from an engine before it is replaced; until then, each costs four open file descriptors."""
+
+REPLACEMENTS_AT_ONCE: Final = 8
+REPLACEMENTS_PER_S: Final = 1 / 15
+"""Limits on replacing engines, per principal: destroying one holds the GIL for a second."""
 
 CLOSE_POLL_S: Final = 1e-3
 
 
 class Agent:
-    """One endpoint's engines: one that peers write to, and one that new peers are connected through.
+    """One endpoint's engines: one that peers write to, and those that new peers are connected through, the senders.
 
-    They are the same at first. The second one is replaced when it is worn out: when it has a stale address of a peer,
-    or when many of its peers have left.
+    The first sender is the engine that peers write to. Peers of different principals have different senders, because a
+    peer can block the engine through which it is connected; with more principals than senders, some share one. A sender
+    is replaced when it is worn out: when it has a stale address of a peer, or when many of its peers have left.
 
     Attributes:
         address: The address of this endpoint, for its peers.
@@ -43,12 +49,13 @@ class Agent:
         protocol: "tcp" or "rdma".
         window: Maximum number of descriptors in flight to one peer.
         timeout_s: A descriptor that fails sooner than this was not timed out.
+        max_senders: Limit on engines that new peers are connected through.
 
     Raises:
         BackendUnavailable: No engine could be started.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most by name
         self,
         name: str,
         start_engine: Callable[[IncarnationCell], WritingEngine],
@@ -57,8 +64,10 @@ class Agent:
         protocol: Protocol,
         window: int,
         timeout_s: float,
+        max_senders: int = 1,
     ) -> None:
         self._start = start_engine
+        self._max_senders = max_senders
         self._window = window
         self._emit = delivery.put
         self._log = get_logger(agent=name)
@@ -67,11 +76,12 @@ class Agent:
         self._connections: dict[str, PeerConnection[WritingEngine]] = {}
         self._former: list[PeerConnection[WritingEngine]] = []
         self._departed: list[PeerConnection[WritingEngine]] = []
+        self._replacements = RateLimiter[str](REPLACEMENTS_AT_ONCE, REPLACEMENTS_PER_S)
         self._cell = cell = IncarnationCell()
-        self._sender = self._start_engine()
-        self._engines = [self._sender]
-        self.address = EndpointAddress(name, protocol, self._sender.session, cell.incarnation, cell.address)
-        self._sender.num_users += 1  # it stays, because peers write to it
+        self._engines: list[WritingEngine] = []
+        self._senders: dict[str, WritingEngine] = {}  # by principal
+        self._target = self._start_engine()
+        self.address = EndpointAddress(name, protocol, self._target.session, cell.incarnation, cell.address)
 
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory with every engine, and return the address of this endpoint.
@@ -89,30 +99,38 @@ class Agent:
         connection = self._connections.get(peer)
         return connection.engine if connection is not None and connection.is_active else None
 
-    def borrow_sender(self, worn_out: WritingEngine | None = None) -> WritingEngine:
+    def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Return the engine to connect a peer through; call `give_back` afterwards.
 
         Args:
+            principal: The peer's principal.
             worn_out: An engine that must not be used.
 
         Raises:
             BackendError: Too many engines are in use, or none could be started.
         """
-        is_crowded = sum(engine.num_users > 0 for engine in self._engines) >= MAX_ENGINES
-        if self._sender is worn_out or (self._sender.num_departed >= MAX_DEPARTED and not is_crowded):
-            if is_crowded:
-                raise BackendError("too many Mooncake engines are still in use by peers", engines=MAX_ENGINES)
-            self._sender = self._start_engine()
-            self._engines.append(self._sender)
-            self._log.info("mooncake_engine_replaced", engines=len(self._engines))
-            self._close_unused()
-        self._sender.num_users += 1
-        return self._sender
+        engine = self._senders.get(principal) or self._choose_sender()
+        is_crowded = sum(one.is_worn_out and one.is_used for one in self._engines) >= MAX_REPLACED
+        if engine is worn_out or engine.num_departed >= MAX_DEPARTED:
+            if not is_crowded and self._replacements.take(principal, time.monotonic()):
+                engine = self._replace(engine)
+            elif engine is worn_out:
+                raise BackendError("too many Mooncake engines were replaced recently, or are still in use by peers")
+        self._senders[principal] = engine
+        engine.num_users += 1
+        return engine
 
     def give_back(self, engine: WritingEngine) -> None:
         """Release one use of an engine, by a peer or by `borrow_sender`, and close engines that are no longer used."""
         engine.num_users -= 1
-        self._close_unused()
+        self.close_unused()
+
+    def close_unused(self) -> None:
+        """Close worn-out engines that nothing uses any more. Others stay, as closing one takes a second."""
+        for engine in self._engines.copy():
+            if engine.is_worn_out and not engine.is_used and engine is not self._target:
+                self._engines.remove(engine)
+                engine.close()
 
     def connect(self, peer: str, engine: WritingEngine, session: str) -> None:
         """Create the connection to a peer that an engine has reached."""
@@ -154,22 +172,47 @@ class Agent:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait for running posts, then destroy the engines: nothing else is certain to stop a post."""
+        """Wait for running posts, then destroy the engines: nothing else is certain to stop a post.
+
+        An engine is destroyed only when no contact uses it, so posts through it are waited for until then.
+        """
         give_up = time.monotonic() + timeout_s
         try:
-            while self.is_busy() and time.monotonic() < give_up:
+            while (self.is_busy() and time.monotonic() < give_up) or self._is_held():
                 self.poll()
                 time.sleep(CLOSE_POLL_S)
         finally:
-            stopped = [
-                post for connection in [*self._all_connections(), *self._departed] for post in connection.unended
-            ]
+            stopped = [post for connection in self._with_departed() for post in connection.unended]
             self._connections.clear()
             self._former.clear()
             self._departed.clear()
             for engine in self._engines:
                 engine.close()
             self._emit([_stopped(post) for post in stopped])
+
+    def _choose_sender(self) -> WritingEngine:
+        """Return an engine for another principal: a new one, or else the one with the fewest users.
+
+        A principal whose engine has no users loses it.
+        """
+        if not self._senders and not self._target.is_worn_out:
+            return self._target
+        senders = dict.fromkeys(self._senders.values())
+        if len(senders) < self._max_senders:
+            return self._start_engine()
+        chosen = min(senders, key=lambda engine: (engine.is_opening, engine.num_users))
+        if not chosen.num_users:
+            self._senders = {name: one for name, one in self._senders.items() if one is not chosen}
+        return chosen
+
+    def _replace(self, worn_out: WritingEngine) -> WritingEngine:
+        """Start an engine in place of a sender."""
+        fresh = self._start_engine()
+        worn_out.is_worn_out = True
+        self._senders = {name: fresh if one is worn_out else one for name, one in self._senders.items()}
+        self._log.info("mooncake_engine_replaced", engines=len(self._engines))
+        self.close_unused()
+        return fresh
 
     def _start_engine(self) -> WritingEngine:
         engine = self._start(self._cell)
@@ -178,6 +221,7 @@ class Agent:
         except BaseException:
             engine.close()
             raise
+        self._engines.append(engine)
         return engine
 
     def _remove_leaving(self) -> None:
@@ -197,13 +241,15 @@ class Agent:
             else:
                 self.give_back(connection.engine)
 
+    def _is_held(self) -> bool:
+        """Return whether posts run on an engine that cannot be destroyed yet."""
+        return any(connection.is_writing and connection.engine.num_contacts for connection in self._with_departed())
+
+    def _with_departed(self) -> list[PeerConnection[WritingEngine]]:
+        return [*self._all_connections(), *self._departed]
+
     def _all_connections(self) -> list[PeerConnection[WritingEngine]]:
         return [*self._connections.values(), *self._former]
-
-    def _close_unused(self) -> None:
-        for engine in [one for one in self._engines if one is not self._sender and not one.num_users]:
-            self._engines.remove(engine)
-            engine.close()
 
 
 def _stopped(post: Post) -> PostEnded:

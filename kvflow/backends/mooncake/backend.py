@@ -6,8 +6,13 @@ Properties of the library determine the design:
   descriptor is a separate transfer, submitted and polled without blocking (`window`).
 * If more descriptors are in flight to a peer than its queue holds, that peer becomes unreachable for good. So each peer
   has a window far smaller than the queue.
-* The first contact with a peer happens under a lock of the engine, so a hanging peer can hold up all others for up to a
-  minute. So a peer is probed first, in a worker thread, without that lock.
+* An engine asks a new peer where its memory is under a lock that starting a write needs, too, so a peer that does not
+  answer blocks that engine for up to a minute. So a peer is probed first, without that lock. As it may still hang
+  afterwards, writes wait in a queue of their own while an engine opens a session, and the owner thread goes on. Over
+  TCP, different principals have different engines, so a peer can block only its own principal. The lock is not needed
+  to poll transfers, to register memory, or for the writes of peers.
+* A peer can leave the threads that contact it hanging for a minute, so their number is limited, also for each
+  principal.
 * An engine caches a peer's address forever. A peer that returns under the same address stays unreachable for that
   engine, and the address may belong to another process by now. So each endpoint has a few random bytes in its memory,
   its incarnation, which peers read when they connect to it; an engine that cannot read them is replaced by a fresh one.
@@ -28,7 +33,7 @@ measured; there, bytes of a failed post may always linger.
 import dataclasses
 import functools
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar, get_args
 
@@ -41,6 +46,7 @@ from kvflow.backends.delivery import Delivery
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
+from kvflow.backends.mooncake.contacts import ContactThreads
 from kvflow.backends.mooncake.engine import Engine, WritingEngine
 from kvflow.backends.mooncake.library import (
     ENVIRONMENT,
@@ -54,7 +60,6 @@ from kvflow.backends.mooncake.library import (
 )
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError, ConfigError
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -63,7 +68,13 @@ __all__ = ["MooncakeBackend"]
 
 Result = TypeVar("Result")
 
-CONNECTS_AT_ONCE: Final = 32
+MAX_TCP_SENDERS: Final = 8
+"""Engines over TCP for different principals. An idle one has two threads and five open file descriptors, and closing it
+takes a second. Over RDMA there is one, because each registers all memory again."""
+
+CONTACTS_AT_ONCE: Final = 64
+"""Calls to peers at once; a single principal can have half of them. Includes calls that were given up but still run."""
+
 ENGINES_TO_TRY: Final = 2
 """The second engine is fresh, unless it was already started for another peer."""
 
@@ -147,7 +158,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         self._socket_drain = SocketDrainCheck()
         self._window = window
         self._connect_timeout_s = connect_timeout_s
-        self._connecting = anyio.CapacityLimiter(CONNECTS_AT_ONCE)
+        self._contacts = ContactThreads(CONTACTS_AT_ONCE)
 
     @override
     def advertise(self, host: str) -> None:
@@ -160,14 +171,31 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         protocol = self._settings.protocol
         timeout_s = shortest_timeout_s() if protocol == "tcp" else 0.0
         start = functools.partial(Engine, library, self._settings)
-        return Agent(agent_name, start, delivery, protocol=protocol, window=self._window, timeout_s=timeout_s)
+        return Agent(
+            agent_name,
+            start,
+            delivery,
+            protocol=protocol,
+            window=self._window,
+            timeout_s=timeout_s,
+            max_senders=MAX_TCP_SENDERS if protocol == "tcp" else 1,
+        )
+
+    @override
+    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
+        if peer not in self._peers:
+            theirs = self._unpack(metadata)
+            self._peers[peer] = await self._connect_for(principal, peer, theirs)
 
     @override
     async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
+        return await self._connect_for("", peer, theirs)
+
+    async def _connect_for(self, principal: str, peer: str, theirs: PeerMetadata) -> _Peer:
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):
-                await self._reach(peer, address)
+                await self._reach(principal, peer, address)
         except TimeoutError as error:
             raise BackendError(
                 "peer does not answer", peer=peer, session=address.session, timeout_s=self._connect_timeout_s
@@ -196,7 +224,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             return False
         return True
 
-    async def _reach(self, peer: str, address: EndpointAddress) -> None:
+    async def _reach(self, principal: str, peer: str, address: EndpointAddress) -> None:
         """Open the connection to a peer through an engine that can write to it.
 
         Raises:
@@ -204,10 +232,13 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         """
         worn_out = await self._call(lambda agent: agent.engine_in_use(peer))
         for _ in range(ENGINES_TO_TRY):
-            async with self._borrowed_sender(worn_out) as engine:
-                await self._in_thread(functools.partial(engine.probe, address))
-                await self._check_owner(engine, peer, address)
-                incarnation = await self._in_thread(functools.partial(engine.read_incarnation, address))
+            async with self._borrowed_sender(principal, worn_out) as engine:
+                contact = functools.partial(self._contact, principal, engine)
+                await contact(functools.partial(engine.probe, address))
+                if not await contact(functools.partial(engine.open_session, address.session), is_opening=True):
+                    raise BackendError("peer answers, but does not say where its memory is", session=address.session)
+                await self._check_owner(contact, engine, peer, address)
+                incarnation = await contact(functools.partial(engine.read_incarnation, address))
                 if incarnation == address.incarnation:
                     connect = functools.partial(_connect_line, peer=peer, engine=engine, session=address.session)
                     return await self._call(connect)
@@ -216,7 +247,13 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
                 worn_out = engine
         raise BackendError("peer answers, but its memory cannot be reached", session=address.session)
 
-    async def _check_owner(self, engine: WritingEngine, peer: str, address: EndpointAddress) -> None:
+    async def _check_owner(
+        self,
+        contact: Callable[[Callable[[], bytes | None]], Awaitable[bytes | None]],
+        engine: WritingEngine,
+        peer: str,
+        address: EndpointAddress,
+    ) -> None:
         """Reject the session of another endpoint, or of this one under another name (it may have several addresses).
 
         Raises:
@@ -229,22 +266,43 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         for other, memory in known:
             if _is_in(other, memory, address.incarnation_address):
                 at = replace(address, incarnation_address=other.incarnation_address)
-                if await self._in_thread(functools.partial(engine.read_incarnation, at)) == other.incarnation:
+                if await contact(functools.partial(engine.read_incarnation, at)) == other.incarnation:
                     raise BackendError("peer gives the session of another one", peer=peer, session=address.session)
 
     @asynccontextmanager
-    async def _borrowed_sender(self, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
+    async def _borrowed_sender(self, principal: str, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
         owner, agent = self._running()
         with anyio.CancelScope(shield=True):  # a borrowed engine must be given back
-            engine = await self._call(lambda agent: agent.borrow_sender(worn_out))
+            engine = await self._call(lambda agent: agent.borrow_sender(principal, worn_out))
         try:
             yield engine
         finally:
             if self._owner is owner:
                 owner.submit(functools.partial(agent.give_back, engine))
 
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        return await run_in_thread(function, abandon_on_cancel=True, limiter=self._connecting)
+    async def _contact(
+        self, principal: str, engine: WritingEngine, function: Callable[[], Result], *, is_opening: bool = False
+    ) -> Result:
+        """Run a function that calls a peer through an engine in a thread. It continues if the caller gives up.
+
+        An engine opens one session at a time, because of its lock; further ones wait without a thread.
+
+        Raises:
+            BackendError: The function failed, or this backend was closed before it began.
+        """
+        owner, agent = self._running()
+
+        def call() -> Result:
+            with engine.contact(is_opening=is_opening):
+                self._running()
+                return function()
+
+        return await self._contacts.run(
+            principal,
+            call,
+            resource=engine if is_opening else None,
+            on_abandoned=functools.partial(owner.submit, agent.close_unused),
+        )
 
 
 def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: str) -> None:

@@ -7,7 +7,9 @@ if a name is None. Here, an engine is initialised when it is created, 0 is an er
 import abc
 import json
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from typing_extensions import override
@@ -30,12 +32,14 @@ READ_ATTEMPTS: Final = 2
 
 
 class WritingEngine(abc.ABC):
-    """A running engine. Only `probe` and `read_incarnation` may be called from any thread.
+    """A running engine. Only `contact` and the calls inside it may be used from any thread.
 
     Attributes:
         session: Its name for peers.
         num_users: Connections that write through it, plus peers being connected through it.
         num_departed: Closed connections that wrote through it.
+        is_worn_out: It must not be used for new peers.
+        num_contacts: Calls inside `contact` that have not returned. The native engine lives at least as long.
     """
 
     session: str
@@ -43,6 +47,45 @@ class WritingEngine(abc.ABC):
     def __init__(self) -> None:
         self.num_users = 0
         self.num_departed = 0
+        self.is_worn_out = False
+        self.num_contacts = 0
+        self._num_opening = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def contact(self, *, is_opening: bool = False) -> Iterator[None]:
+        """Count a call to a peer from any thread. No writes begin while a session is being opened."""
+        with self._lock:
+            self.num_contacts += 1
+            self._num_opening += is_opening
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.num_contacts -= 1
+                self._num_opening -= is_opening
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it must not be closed yet."""
+        return self.num_users > 0 or self.num_contacts > 0
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a session is being opened, so that `submit` could block."""
+        return self._num_opening > 0
+
+    def begin_writes(self) -> bool:
+        """Return whether `submit` may be called now. If so, no session is opened until `end_writes` is called."""
+        self._lock.acquire()
+        if self._num_opening:
+            self._lock.release()
+            return False
+        return True
+
+    def end_writes(self) -> None:
+        """Let sessions be opened again."""
+        self._lock.release()
 
     @abc.abstractmethod
     def register(self, ranges: Sequence[MemoryRange]) -> None:
@@ -61,8 +104,20 @@ class WritingEngine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def open_session(self, session: str) -> bool:
+        """Ask a peer where its memory is, unless that is known. Return False on failure. May block for a minute.
+
+        Meanwhile `submit` would block, too.
+
+        Raises:
+            BackendError: This engine is closed.
+        """
+
+    @abc.abstractmethod
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
         """Read the incarnation of the process that now serves a peer's memory; None on failure. May block for seconds.
+
+        Its session must be open.
 
         Raises:
             BackendError: This engine is closed.
@@ -96,6 +151,8 @@ class Engine(WritingEngine):
         self._library = library
         self._cell = cell
         self._addresses: list[int] = []
+        self._is_tcp = settings.protocol == "tcp"
+        self._opened: set[str] = set()
         name = settings.host if settings.is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
         self._native: Any = start_native(library, name, settings)
         self.session = settings.session(int(self._native.get_rpc_port())) if settings.is_peer_to_peer else name
@@ -129,6 +186,15 @@ class Engine(WritingEngine):
         if code != 0:
             detail = PROBE_ERRORS.get(code, "unknown")
             raise BackendError("peer cannot be reached", session=address.session, code=code, detail=detail)
+
+    @override
+    def open_session(self, session: str) -> bool:
+        if not self._is_tcp or session in self._opened:  # over RDMA, the first read opens it
+            return True
+        if not self._running().batch_transfer_async_read(session, [], [], []):
+            return False
+        self._opened.add(session)
+        return True
 
     @override
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:

@@ -45,6 +45,12 @@ class Writer(Protocol):
     def check(self, transfer_id: int) -> int:
         """Return the state of a running write."""
 
+    def begin_writes(self) -> bool:
+        """Return whether `submit` may be called now. If so, call `end_writes` afterwards."""
+
+    def end_writes(self) -> None:
+        """End what `begin_writes` began."""
+
 
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
 
@@ -133,6 +139,11 @@ class PeerConnection(Generic[AnyWriter]):
         """Posts that have not ended. If the connection is not active, they end when the engine is destroyed."""
         return list(self._unended.values())
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the engine has started descriptors and not reported that they have ended."""
+        return any(post.num_running for post in self._unended.values())
+
     def post(self, post: Post) -> None:
         """Accept a post, and start as much of it as fits into the window."""
         self._unended[post.post_id] = post
@@ -153,6 +164,15 @@ class PeerConnection(Generic[AnyWriter]):
         self._fill()
 
     def _fill(self) -> None:
+        """Start what fits into the window. Nothing is started while `submit` could block."""
+        if self._posts and self.engine.begin_writes():
+            try:
+                self._start_writes()
+            finally:
+                self.engine.end_writes()
+
+    def _start_writes(self) -> None:
+        """Start what fits into the window, a few descriptors of each post in turn."""
         while self._posts and len(self._running) < self._max_running:
             post = self._posts.popleft()
             for descriptor in post.take(min(TURN, self._max_running - len(self._running))):

@@ -28,6 +28,20 @@ class PeerContract(ContractBase):
             await source.backend.connect(target.name, b"damaged")
             await write(source, target, 1)
 
+    async def test_a_peer_with_a_principal_is_connected_like_any_other(self) -> None:
+        async with self.open_one() as source, self.open_one(seed=1) as target, self.open_one(seed=2) as third:
+            with pytest.raises(BackendError):
+                await source.backend.connect_authenticated(target.name, b"damaged", "one")
+            await source.backend.connect_authenticated(target.name, target.backend.metadata(), "one")
+            await source.backend.connect_authenticated(third.name, third.backend.metadata(), "two")
+            await write(source, target, 1)
+            await write(source, third, 2)
+            await source.backend.connect_authenticated(target.name, b"damaged", "two")
+            await write(source, target, 3)
+            await source.backend.disconnect(target.name)
+            with pytest.raises(BackendError):
+                source.post(100, target, copies(source, target))
+
     async def test_one_side_alone_can_connect(self) -> None:
         """Peers write to a decode rank that has never connected to them."""
         async with self.open_one() as source, self.open_one(seed=1) as target:
