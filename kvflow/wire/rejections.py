@@ -30,7 +30,7 @@ class RejectionLimiter:
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]], now: Callable[[], float]) -> None:
         self._names_of = names_of
         self._now = now
-        self._budgets = RateLimiter[bytes | str](REJECTIONS_AT_ONCE, REJECTIONS_PER_S)
+        self._limiter = RateLimiter[bytes | str](REJECTIONS_AT_ONCE, REJECTIONS_PER_S)
 
     def add(self, connection: bytes, num_bytes: int = 0) -> None:
         """Count a rejected message of `num_bytes` bytes.
@@ -39,5 +39,5 @@ class RejectionLimiter:
             RemoteProtocolError: The budget is exceeded, and the connection must be closed.
         """
         taker = principal_of(self._names_of(connection)) or connection
-        if not self._budgets.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
+        if not self._limiter.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
             raise RemoteProtocolError("too many rejected messages", at_once=REJECTIONS_AT_ONCE)

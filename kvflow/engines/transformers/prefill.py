@@ -84,12 +84,12 @@ class PrefillManager(End[PrefillRank]):
             accepted = self.engine.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
         finally:
             if accepted is None:
-                self._unregister(room)
+                self._withdraw(room)
         if accepted is None:
             raise LocalProtocolError("manager takes no requests", room=room)
         return Sent(ticket, sender)
 
-    def _unregister(self, room: str) -> None:
+    def _withdraw(self, room: str) -> None:
         """End the transfer of a request that the manager has not accepted."""
         self._offered.pop(room, None)
         self._senders.pop(room).abort()

@@ -266,7 +266,7 @@ class Rooms:
         if unfenced is not None:
             return unfenced.cancel(cancel.failure)
         effects: list[PrefillEffect] = []
-        if self._unregister(delivery_id):
+        if self._withdraw(delivery_id):
             effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True)
         self._context.peers.close(delivery_id, cancel.failure)  # its grant may be in flight, and must not be served
         return [*effects, *self._context.drained(delivery_id, cancel.failure)]
@@ -279,7 +279,7 @@ class Rooms:
         When a decline is retransmitted, the room id may already belong to another try.
         """
         delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
-        was_asked = isinstance(self._asked(delivery_id), Announcement) and self._unregister(delivery_id)
+        was_asked = isinstance(self._asked(delivery_id), Announcement) and self._withdraw(delivery_id)
         effects: list[PrefillEffect] = []
         if denied is not None and not was_asked:
             effects = [self._count_denied(delivery_id, denied)]
@@ -516,7 +516,7 @@ class Rooms:
         asked = self.waiting.find(number, peer) if room is None else room.announced.get(peer)
         return asked if asked is not None and asked.generation == generation else None
 
-    def _unregister(self, delivery_id: DeliveryId) -> bool:
+    def _withdraw(self, delivery_id: DeliveryId) -> bool:
         """Remove the request that `_asked` finds; return whether there was one."""
         if self._asked(delivery_id) is None:
             return False
