@@ -91,8 +91,8 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         """
 
     @abc.abstractmethod
-    async def _connect(self, peer: str, theirs: PeerMetadata) -> AnyPeer:
-        """Prepare for writes to a peer that is not connected.
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> AnyPeer:
+        """Prepare for writes to a peer that is not connected, as in `Backend.connect_authenticated`.
 
         Raises:
             BackendError: The peer cannot be reached, or its metadata is invalid.
@@ -171,9 +171,15 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
+        await self.connect_authenticated(peer, metadata, "")
+
+    @override
+    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
         if peer in self._peers:
             return
-        self._peers[peer] = await self._connect(peer, self._unpack(metadata))
+        self._running()
+        theirs = PeerMetadata.unpack(metadata, backend=self.metadata_format or self.name)
+        self._peers[peer] = await self._connect(peer, theirs, principal)
 
     @override
     async def disconnect(self, peer: str) -> None:
@@ -228,15 +234,6 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
             raise
         except Exception as error:
             raise failure("transport library failed", backend=self.name, detail=_text(error)) from error
-
-    def _unpack(self, metadata: bytes) -> PeerMetadata:
-        """Unpack the metadata of a peer.
-
-        Raises:
-            BackendError: It is damaged or belongs to another transport, or the backend is not open.
-        """
-        self._running()
-        return PeerMetadata.unpack(metadata, backend=self.metadata_format or self.name)
 
     def _running(self) -> tuple[OwnerThread, AnyAgent]:
         """Return the owner thread and the agent.

@@ -81,7 +81,7 @@ class FakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         return Agent(delivery, self.log, self.failing)
 
     @override
-    async def _connect(self, peer: str, theirs: PeerMetadata) -> ConnectedPeer:
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> ConnectedPeer:
         await self._call(lambda agent: agent.connect())
         return ConnectedPeer(peer, theirs.memory)
 

@@ -110,12 +110,16 @@ class Agent:
             BackendError: Too many engines are in use, or none could be started.
         """
         engine = self._senders.get(principal) or self._choose_sender()
-        is_crowded = sum(one.is_worn_out and one.is_used for one in self._engines) >= MAX_REPLACED
         if engine is worn_out or engine.num_departed >= MAX_DEPARTED:
-            if not is_crowded and self._replacements.take(principal, time.monotonic()):
+            num_replaced = sum(one.is_worn_out and one.is_used for one in self._engines)
+            if num_replaced < MAX_REPLACED and self._replacements.take(principal, time.monotonic()):
                 engine = self._replace(engine)
             elif engine is worn_out:
-                raise BackendError("too many Mooncake engines were replaced recently, or are still in use by peers")
+                raise BackendError(
+                    "too many Mooncake engines are still in use by peers, or were replaced recently",
+                    in_use=num_replaced,
+                    maximum=MAX_REPLACED,
+                )
         self._senders[principal] = engine
         engine.num_users += 1
         return engine

@@ -182,16 +182,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         )
 
     @override
-    async def connect_authenticated(self, peer: str, metadata: bytes, principal: str) -> None:
-        if peer not in self._peers:
-            theirs = self._unpack(metadata)
-            self._peers[peer] = await self._connect_for(principal, peer, theirs)
-
-    @override
-    async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
-        return await self._connect_for("", peer, theirs)
-
-    async def _connect_for(self, principal: str, peer: str, theirs: PeerMetadata) -> _Peer:
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _Peer:
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):

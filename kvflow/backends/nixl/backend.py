@@ -147,7 +147,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         return NixlAgent(agent_name, self._plugin, self._plugin_options, self._environment, delivery)
 
     @override
-    async def _connect(self, peer: str, theirs: PeerMetadata) -> _Peer:
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _Peer:
         await self._call(lambda agent: agent.connect(peer, theirs.agent))
         return _Peer(peer, theirs.memory, PostQueue(peer))
 
