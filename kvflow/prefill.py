@@ -370,15 +370,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         except RemoteProtocolError as error:
             self._reject(connection, error, sum(map(len, frames)))
             return
-        if not self._is_too_much(connection, unread):
+        is_too_much = self._authorizer.is_too_much(connection, unread)
+        if not is_too_much and not self._is_dropped(connection, unread):
             self._reading.take(connection, unread)
-        elif unread.is_long or self._is_of_stranger(connection, unread):
+        elif unread.is_long or (is_too_much and unread.kind is not Hello):  # decode ranks repeat Hellos
             self._rejections.add(connection, len(unread.data))  # it was dropped, but received and decrypted
 
-    def _is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether to drop a message unread: its sender is over budget, or it is for another process."""
-        if self._authorizer.is_too_much(connection, unread):
-            return True
+    def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
+        """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
         if unread.kind not in DIRECTORY_KINDS:
             return False
         if self._directory is not None:
@@ -387,10 +386,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._send(connection, Refuse(peer=self.me, to=None, detail=detail))
         self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
         return True
-
-    def _is_of_stranger(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether a message needs a Hello before it, and there was none."""
-        return unread.kind not in (Hello, *DIRECTORY_KINDS) and self._core.peer_at(connection) is None
 
     def _take(self, connection: bytes, message: Request, num_bytes: int) -> None:
         if isinstance(message, DirectoryMessage):

@@ -17,7 +17,7 @@ from kvflow.geometry.layout import Region
 from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
-from kvflow.wire.messages import Failed, Lookup, RankRecord, Register, Unregister, Welcome
+from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Register, Unregister, Welcome
 from kvflow.wire.rejections import REJECTIONS_AT_ONCE
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
@@ -174,12 +174,15 @@ async def test_an_insider_whose_messages_are_malformed_is_cut_off_for_a_second()
         assert prefill.statistics().anomalies["connection_cut"] == 1
 
 
-async def test_an_insider_who_speaks_without_a_hello_is_cut_off_for_a_second() -> None:
+@pytest.mark.parametrize(
+    "message", [grant(room=7), Lookup(instance="prefill", timeout_s=1.0)], ids=lambda message: type(message).__name__
+)
+async def test_an_insider_who_speaks_without_a_hello_is_cut_off_for_a_second(message: AnyMessage) -> None:
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
-            say_often(attacker, encode(grant(room=7)))
-            say_often(attacker, encode(grant(room=7)))
+            say_often(attacker, encode(message))
+            say_often(attacker, encode(message))
             await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
             assert prefill.statistics().anomalies["stranger_over_budget"] > 1_000
             await honest.go_on()
