@@ -31,16 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
     """Start two servers for all tests of the session; each test restores their state."""
     place: Path = tmp_path_factory.mktemp("vllm")
-    deployment = Deployment(
+    with Deployment(
         place,
         extra_config={"timeouts": {"grant_s": GRANT_S, "open_s": 5.0}},
         arguments=("--max-num-batched-tokens", "512"),  # so that long prompts are computed in chunks
-    )
-    try:
-        deployment.start()
+    ) as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import aiohttp
 import anyio
@@ -79,11 +79,18 @@ class Deployment:
         )
         self._texts: dict[tuple[str, int], str] = {}
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Start both servers, and wait until they are ready."""
-        self.prefill.start()
-        self.decode.start()
-        anyio.run(self.wait_until_ready)
+        with ExitStack() as stack:
+            stack.callback(self.stop)
+            self.prefill.start()
+            self.decode.start()
+            anyio.run(self.wait_until_ready)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     async def wait_until_ready(self) -> None:
         """Wait until both servers are ready."""

@@ -46,12 +46,8 @@ def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     make, workers, arguments = MODELS[request.param]
     place: Path = tmp_path_factory.mktemp("models")
     model = make(place / "model", prepare_smollm2())
-    deployment = Deployment(place, model=model, arguments=arguments, prefill_workers=workers)
-    try:
-        deployment.start()
+    with Deployment(place, model=model, arguments=arguments, prefill_workers=workers) as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 def models(*names: str) -> pytest.MarkDecorator:

@@ -25,12 +25,8 @@ SERVED = re.compile(r'^vllm:request_success_total\{engine="(\d)",.*\} ([1-9].*)$
 @pytest.fixture(scope="module")
 def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     place: Path = tmp_path_factory.mktemp("vllm")
-    deployment = Deployment(place, prefill_workers=2, divided_by="data")
-    try:
-        deployment.start()
+    with Deployment(place, prefill_workers=2, divided_by="data") as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 async def test_texts_are_those_of_one_server(two_engines: Deployment, client: aiohttp.ClientSession) -> None:

@@ -18,12 +18,8 @@ TOKENS = 8
 @pytest.fixture(scope="module")
 def recomputing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     place: Path = tmp_path_factory.mktemp("recompute")
-    deployment = Deployment(place, load_failure_policy="recompute", extra_config={"timeouts": {"open_s": 2.0}})
-    try:
-        deployment.start()
+    with Deployment(place, load_failure_policy="recompute", extra_config={"timeouts": {"open_s": 2.0}}) as deployment:
         yield deployment
-    finally:
-        deployment.stop()
 
 
 async def test_text_is_right_without_the_cache(recomputing: Deployment, client: aiohttp.ClientSession) -> None:
