@@ -16,9 +16,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
-# Slow tests mostly wait, so that one more process than cores keeps the cores busy.
-PYTEST_ALL := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) $(PYTEST)
+# Many tests mostly wait, so that one more process than cores keeps the cores busy.
+PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: audit lock mutants demo test test-all test-pythons test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
@@ -28,7 +28,7 @@ demo: install
 test: install lint type imports unit
 
 test-all: install lint type imports audit test-pythons
-	$(PYTEST_ALL) --hypothesis-profile=thorough
+	$(PYTEST) --hypothesis-profile=thorough
 
 test-sglang:
 	PYTHON=$(PYTHON) sh scripts/test-sglang.sh .cache/sglang

@@ -213,6 +213,11 @@ class ChildProcess(Child):
     def printed(self) -> str:
         return self._printed.decode(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """Process ID."""
+        return self._process.pid
+
     def send_signal(self, number: signal.Signals) -> float:
         """Send a signal; after SIGKILL the exit code is ignored.
 

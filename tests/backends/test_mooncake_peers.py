@@ -18,6 +18,7 @@ from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract.suite.processes import PIECE, Target, target_process
 from tests.backends.endpoints import Endpoint, copies, open_backend, open_endpoints, same
+from tests.support.stopping import is_stopped
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -44,17 +45,11 @@ class Peer(Target):
     async def stop(self) -> None:
         """Stop its process, and wait until all of its threads have stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        await until(lambda: set(thread_states(self.process.pid)) == {"T"})
+        await until(lambda: is_stopped(self.process.pid))
 
     def all_of(self, source: Endpoint) -> Descriptors:
         """Return copies of the whole memory of the source."""
         return self.pieces(source, *range(SIZE // PIECE))
-
-
-def thread_states(pid: int) -> list[str]:
-    """Return one letter for each thread of a process: R, S, T, ..."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 def unsealed(metadata: bytes) -> PeerMetadata:

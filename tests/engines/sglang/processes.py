@@ -2,14 +2,18 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+from tests.support.stopping import is_stopped
 
 __all__ = ["Deployment", "Process", "deployment", "free_port"]
 
@@ -57,6 +61,12 @@ class Process:
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
         self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """Suspend the process, and wait until all of its threads have stopped."""
+        self.signal(signal.SIGSTOP)
+        while not is_stopped(self._process.pid):
+            time.sleep(0.001)
 
     def kill(self) -> None:
         """Kill the process."""

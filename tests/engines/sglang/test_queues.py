@@ -102,7 +102,7 @@ def test_pages_without_a_proof_are_held_after_sglangs_deadline(pair: Deployment)
     """A stopped prefill process may resume, and write."""
     room = begin(pair)
     send(pair, room, 40)
-    pair.prefill.signal(signal.SIGSTOP)
+    pair.prefill.stop()
     try:
         pair.decode.tell("ask", what="abort", room=room)
         assert pair.decode.tell("until", what="was_told", room=room, timeout_s=2)

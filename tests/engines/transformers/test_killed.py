@@ -16,6 +16,8 @@ from tests.engines.transformers.models import prompt
 from tests.engines.transformers.pair import Pair
 from tests.engines.transformers.processes import Processes
 from tests.engines.transformers.worker import Options
+from tests.support.stopping import is_stopped
+from tests.support.waiting import until
 
 PROMPT = prompt(1, 100)
 ROOMS = ("fails", "is computed here")
@@ -65,6 +67,7 @@ async def abort_beside_a_stopped_process(pair: Pair) -> None:
             pair.decode(PROMPT, (await prefill.expect("tickets"))["tickets"]["stuck"])
             await prefill.expect("hangs")
             prefill.send_signal(signal.SIGSTOP)
+            await until(lambda: is_stopped(prefill.pid))  # or it could still acknowledge the abort
             pair.abort("decode", "stuck")
             receiver = pair.receivers["stuck"]
             receiver.wait(20)
