@@ -16,12 +16,11 @@ import msgspec
 
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId, as_room
-from kvflow.trust import matches_instance
+from kvflow.trust import SECRET_BYTES, matches_instance
 
-__all__ = ["KEY_BYTES", "MAX_CAPABILITY", "denial", "sign"]
+__all__ = ["MAX_CAPABILITY", "denial", "sign"]
 
 FORMAT: Final = 1
-KEY_BYTES: Final = 32
 MAC_BYTES: Final = 32
 CLOCK_SKEW_S: Final = 5.0
 """How far the verifier's clock may be ahead of the signer's."""
@@ -51,7 +50,7 @@ def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: flo
     Raises:
         ConfigError: The key or the room is invalid, or the names are too long.
     """
-    if len(key) != KEY_BYTES:
+    if len(key) != SECRET_BYTES:
         raise ConfigError("capability key must have 32 bytes", num_bytes=len(key))
     if as_room(room) is None:
         raise ConfigError("room must be an integer or a string", room=room)
@@ -86,7 +85,7 @@ def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str
     if fields.format != FORMAT:
         return "capability has an unknown format"
     if now > fields.expires_at + CLOCK_SKEW_S:
-        return "capability has expired"
+        return f"capability has expired: {now - fields.expires_at:.1f} s ago by this clock"
     if type(fields.room) is not type(room) or fields.room != room:
         return "capability is for a different room"
     if fields.prefill != prefill or not matches_instance(fields.decode, decode):

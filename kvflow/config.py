@@ -11,7 +11,7 @@ import ipaddress
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal, SupportsIndex, TypeGuard, get_args
 
@@ -650,6 +650,9 @@ class DecodeConfig(RankConfig):
     """Settings of a decode rank. A decode rank opens no port; it only connects.
 
     Attributes:
+        signed_tickets: Accept only tickets that are signed by a ticket key in `trust`. By default, if `trust` has keys.
+        allowed_hosts: Networks ("10.2.0.0/16"), addresses and host names ("*.prefill.svc", "prefill-0") that this rank
+            may connect to because a ticket, a request or a directory says so. By default, any.
         advertise: Host at which the prefill ranks' transports reach this rank. By default, this host's address on the
             route to the registry, or on the default route if there is no registry.
         digest_every: Compare digests of sent and received data in one of this many transfers: 1 for every transfer, 0
@@ -666,9 +669,21 @@ class DecodeConfig(RankConfig):
 
     proofs: Proofs = Proofs()
 
+    signed_tickets: bool | None = None
+
+    allowed_hosts: Sequence[str] = ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_type("proofs", self.proofs, Proofs)
+        if self.signed_tickets is not None:
+            check_type("signed_tickets", self.signed_tickets, bool)
+        if self.signed_tickets and not self.trust_in_force.ticket_keys:
+            raise ConfigError("signed_tickets needs a ticket key in trust", setting="signed_tickets", value=True)
+        check_type("allowed_hosts", self.allowed_hosts, tuple, list)
+        _set(self, "allowed_hosts", tuple(self.allowed_hosts))
+        for rule in self.allowed_hosts:
+            _check_host_rule(rule)
         if self.advertise is not None:
             check_host("advertise", self.advertise)
         _set(self, "digest_every", _check_integer("digest_every", self.digest_every, 0, MAX_COUNT))
@@ -676,5 +691,29 @@ class DecodeConfig(RankConfig):
         self._check_staging(self.staging_slots * self.staging_slot_bytes)
 
     @property
+    def needs_signed_tickets(self) -> bool:
+        """Whether an unsigned ticket is rejected."""
+        return not self.trust_in_force.is_plain if self.signed_tickets is None else self.signed_tickets
+
+    @property
     def _host_staging_bytes(self) -> int:
         return 384 * 2**20
+
+
+def _check_host_rule(rule: object) -> None:
+    """Check an item of `allowed_hosts`.
+
+    Raises:
+        ConfigError: It is neither a network, an address nor a host name.
+    """
+    check_type("allowed_hosts", rule, str)
+    name = str(rule).removeprefix("*.")
+    try:
+        ipaddress.ip_network(str(rule))
+    except ValueError as error:
+        if not HOST.fullmatch(name) or name.rpartition(".")[2].isdigit():  # such as an incomplete address
+            raise ConfigError(
+                "must be a network (10.2.0.0/16), an address or a host name (*.prefill.svc)",
+                setting="allowed_hosts",
+                value=rule,
+            ) from error

@@ -29,6 +29,7 @@ from kvflow.config import (
 )
 from kvflow.directory import Directories
 from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, PlanError, Stage, TicketError
+from kvflow.gate import host_denial, ticket_denial
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange
@@ -182,7 +183,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
             ConfigError: `num_ranks`, `timeout_s`, `priority`, `digest` or `capability` is invalid, or `prefill` needs a
                 registry.
-            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+            TicketError: The ticket is malformed, not signed as required, for another room, model or protocol version,
+                or its address is not in `allowed_hosts`.
             LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
                 or the rank is not open.
             PagesInUse: On entry: another transfer may still write to one of the pages.
@@ -222,7 +224,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
         Raises:
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is invalid, or `prefill` needs a registry.
-            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
+            TicketError: As in `receive`.
             LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
                 or the rank is not open.
             CapacityExceeded: On entry: too many transfers are open, or too much memory is in quarantine.
@@ -265,10 +267,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
-            try:
-                check_needs_trust("address", ticket.address, self.config.trust)
-            except ConfigError as error:
-                raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
+            self._admit(ticket)
             instance = ev.InstanceAddress(ticket.address, ticket.issuer.rank.instance)
             return ticket.room, instance, ticket.issuer, ticket.capability
         if room is None:
@@ -279,6 +278,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             prefill = Endpoint.parse(prefill)
         if isinstance(prefill, Endpoint):
             check_needs_trust("prefill", str(prefill), self.config.trust)
+            if denial := host_denial(str(prefill), self.config.allowed_hosts):
+                raise ConfigError(denial, setting="allowed_hosts", prefill=str(prefill))
             return room, ev.InstanceAddress(str(prefill)), None, ""
         if not is_instance_name(prefill):
             raise LocalProtocolError(
@@ -290,6 +291,22 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 "prefill is an instance name, which requires `registry`", setting="registry", prefill=prefill
             )
         return room, prefill, None, ""
+
+    def _admit(self, ticket: Ticket) -> None:
+        """Check that a ticket may be followed.
+
+        Raises:
+            TicketError: It is not signed as required, or its address is not allowed.
+        """
+        denial = ticket_denial(ticket, self._trust, must_be_signed=self.config.needs_signed_tickets)
+        if denial:
+            raise TicketError("ticket is rejected", detail=denial, issuer=str(ticket.issuer), address=ticket.address)
+        try:
+            check_needs_trust("address", ticket.address, self.config.trust)
+        except ConfigError as error:
+            raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
+        if denial := host_denial(ticket.address, self.config.allowed_hosts):
+            raise TicketError("ticket address is not allowed", detail=denial, setting="allowed_hosts")
 
     @staticmethod
     def _timeout(timeout_s: float | None, default_s: float) -> float:
@@ -459,6 +476,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             staging=windows,
             proofs=config.proofs,
             agent=backend.shared_agent,
+            allowed_hosts=tuple(config.allowed_hosts),
         )
         self._directories = Directories(
             config.registry, self._log, self._reading_context, self._take_records, self._take_refusal, self._trust

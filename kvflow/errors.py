@@ -6,7 +6,7 @@ Every error has its details in `values`, not only in the text, so that callers (
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvflow.room import RoomId
 
@@ -38,8 +38,17 @@ __all__ = [
 ]
 
 
+MAX_TEXT: Final = 500
+"""Maximum length of text from a peer or a client in an error or a log line."""
+
+
+def shorten(text: str) -> str:
+    """Truncate a text that may come from a peer or a client."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+
+
 class KvflowError(Exception):
-    """Base class of all errors that kvflow raises deliberately.
+    """Base class of all errors that kvflow raises deliberately. Long values are truncated in its text.
 
     Args:
         message: What is wrong, without values, so that the same problem always has the same text.
@@ -54,7 +63,8 @@ class KvflowError(Exception):
     def __str__(self) -> str:
         if not self.values:
             return self.message
-        return f"{self.message} ({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
+        shown = ", ".join(f"{name}={shorten(repr(value))}" for name, value in self.values.items())
+        return f"{self.message} ({shown})"
 
 
 class ConfigError(KvflowError):

@@ -2,25 +2,28 @@
 
 `secret.key` contains this process's secret key, and `public.key` the public key for others to list. `peers` has a line
 "KEY INSTANCE" for each trusted public key, and `registry` a line "KEY" for each key of the registry. `capability.key`
-contains the secrets that sign capabilities, one per line. Lines that begin with "#" are comments.
+contains the secrets that sign capabilities, one per line, and `ticket.key` those that sign tickets. Lines that begin
+with "#" are comments.
 
 Files may be read while they are being replaced, so files that may be incomplete are rejected: those that do not end
 with a newline and, on a reload, lists that have become empty.
 """
 
+import fcntl
 import os
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvflow.capability import KEY_BYTES, sign
+from kvflow.capability import sign
 from kvflow.config import check_duration, check_trust
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId
-from kvflow.trust import Trust, TrustedKey, is_key
+from kvflow.trust import SECRET_BYTES, Trust, TrustedKey, is_key
 from kvflow.wire.curve import new_keys, public_key_of
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "make_capability",
     "make_capability_key",
     "make_keys",
+    "make_ticket_key",
     "renewed_trust",
 ]
 
@@ -39,6 +43,8 @@ PUBLIC: Final = "public.key"
 PEERS: Final = "peers"
 REGISTRY: Final = "registry"
 CAPABILITY: Final = "capability.key"
+TICKET: Final = "ticket.key"
+LOCK: Final = ".lock"
 
 MAX_BYTES: Final = 16 * 2**20
 SECRET_MODE: Final = 0o600
@@ -65,7 +71,8 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
         secret=secrets_found[0],
         peers=tuple(_peer(path / PEERS, line) for line in _lines_if_any(path / PEERS) or ()),
         registry=tuple(_lines_if_any(path / REGISTRY) or ()),
-        capability_keys=_capability_keys(path / CAPABILITY, _lines_if_any(path / CAPABILITY, is_secret=True)),
+        capability_keys=_shared_secrets(path / CAPABILITY, _lines_if_any(path / CAPABILITY, is_secret=True)),
+        ticket_keys=_shared_secrets(path / TICKET, _lines_if_any(path / TICKET, is_secret=True)),
         directory=str(path),
     )
 
@@ -79,7 +86,7 @@ def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
 
     Raises:
         ConfigError: The keys cannot be read, a list has become empty, or the change would switch between plain and
-            encrypted transport, or turn capabilities off.
+            encrypted transport, or turn capabilities or signatures of tickets off.
     """
     if trust is None:
         trust = _read_again(before)
@@ -88,6 +95,8 @@ def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
         raise ConfigError("switching between plain and encrypted transport needs a restart", setting="trust")
     if before.capability_keys and not trust.capability_keys:
         raise ConfigError("capability keys are gone; turning capabilities off needs a restart", setting="trust")
+    if before.ticket_keys and not trust.ticket_keys:
+        raise ConfigError("ticket keys are gone; turning signatures off needs a restart", setting="trust")
     return trust
 
 
@@ -130,7 +139,16 @@ def make_capability_key(directory: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: The directory already has one, or the file cannot be written.
     """
-    _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(KEY_BYTES)}\n", SECRET_MODE)
+    _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(SECRET_BYTES)}\n", SECRET_MODE)
+
+
+def make_ticket_key(directory: str | os.PathLike[str]) -> None:
+    """Create a ticket key, shared by all prefill and decode ranks of a deployment.
+
+    Raises:
+        ConfigError: The directory already has one, or the file cannot be written.
+    """
+    _make(Path(directory) / TICKET, f"{secrets.token_hex(SECRET_BYTES)}\n", SECRET_MODE)
 
 
 def add_peer(directory: str | os.PathLike[str], key: str, instance: str) -> None:
@@ -159,10 +177,25 @@ def add_registry(directory: str | os.PathLike[str], key: str) -> None:
 
 def _add_line(path: Path, line: str) -> None:
     """Append a line to a file, unless the file already has it."""
-    text = _text_if_any(path) or ""
-    _check_line(path, line)
-    if line not in _lines_of(path, text):
-        _replace(path, f"{text}{line}\n")
+    with _locked(path):
+        text = _text_if_any(path) or ""
+        _check_line(path, text.count("\n") + 1, line)
+        if line not in _lines_of(path, text):
+            _replace(path, f"{text}{line}\n")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing the files of a directory inside the block."""
+    try:
+        lock = os.open(path.resolve().with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, SECRET_MODE)
+    except OSError as error:
+        raise ConfigError("key file cannot be written", path=str(path), detail=str(error)) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def load_capability_key(directory: str | os.PathLike[str]) -> bytes:
@@ -172,7 +205,7 @@ def load_capability_key(directory: str | os.PathLike[str]) -> bytes:
         ConfigError: There is no key, or other users can read the file.
     """
     path = Path(directory) / CAPABILITY
-    return _capability_keys(path, _lines(path, is_secret=True))[0]
+    return _shared_secrets(path, _lines(path, is_secret=True))[0]
 
 
 def make_capability(key: bytes, room: RoomId, *, prefill: str, decode: str, lifetime_s: float = 600.0) -> str:
@@ -202,8 +235,8 @@ def _peer(path: Path, line: str) -> TrustedKey:
     return TrustedKey(key, instance.strip())
 
 
-def _capability_keys(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ...]:
-    """Parse the keys of a capability key file, which must have at least one; empty if there is no file."""
+def _shared_secrets(path: Path, lines: Sequence[str] | None) -> tuple[bytes, ...]:
+    """Parse the secrets of a file, which must have at least one; empty if there is no file."""
     if lines is None:
         return ()
     if not lines or not all(map(is_key, lines)):
@@ -227,16 +260,22 @@ def _lines_if_any(path: Path, *, is_secret: bool = False) -> list[str] | None:
 
 def _lines_of(path: Path, text: str) -> list[str]:
     """Return the lines of a text, without comments and blank lines."""
-    lines = [line for line in (line.strip() for line in text.split("\n")) if line and not line.startswith("#")]
-    for line in lines:
-        _check_line(path, line)
-    return lines
+    lines = [
+        (number, line)
+        for number, line in enumerate((line.strip() for line in text.split("\n")), 1)
+        if line and not line.startswith("#")
+    ]
+    for number, line in lines:
+        _check_line(path, number, line)
+    return [line for _, line in lines]
 
 
-def _check_line(path: Path, line: str) -> None:
-    """Reject characters that make a line look like a different one, or like two."""
-    if not line.isprintable():
-        raise ConfigError("line contains characters that cannot be printed", path=str(path), line=line)
+def _check_line(path: Path, number: int, line: str) -> None:
+    """Reject characters that make a line look like a different one, or like two. The line may be a secret."""
+    for character in line:
+        if not character.isprintable():
+            shown = f"U+{ord(character):04X}"
+            raise ConfigError("character cannot be printed", path=str(path), line=number, character=shown)
 
 
 def _text_if_any(path: Path, *, is_secret: bool = False) -> str | None:
@@ -275,12 +314,12 @@ def _check_file(path: Path, status: os.stat_result, *, is_secret: bool) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Check that no other user can replace a file, or the link to it.
+    """Check that no other user can replace a file, the link to it, or a directory on the way to either.
 
     A mounted secret is a link, in a directory that is sticky and world-writable.
     """
     _check_owner(path, path.lstat())
-    for directory in (path.parent, path.resolve().parent):
+    for directory in dict.fromkeys([*path.absolute().parents, *path.resolve().parents]):
         status = directory.stat()
         mode = stat.S_IMODE(status.st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:

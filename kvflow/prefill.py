@@ -191,7 +191,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """Return a ticket: what a decode rank needs to receive a room from this instance. Routers pass it on as is.
 
         It is a small JSON-serialisable dict. It identifies this process, so decode ranks reject it after this rank has
-        restarted. The room need not be open. Never blocks, and can be called from any thread.
+        restarted. It is signed if `trust` has a ticket key. The room need not be open. Never blocks, and can be called
+        from any thread.
 
         Args:
             room: The router's ID for the request, the same on both sides.
@@ -202,7 +203,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """
         self.check_usable()
         address = self.config.registry or self.endpoint
-        return Ticket(check_room(room), address, self.me, self.layout.fingerprint).as_dict()
+        ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint)
+        return ticket.signed(self._trust.ticket_keys).as_dict()
 
     def statistics(self) -> RankStatistics:
         """Return the current counters.

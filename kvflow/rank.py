@@ -9,10 +9,11 @@ import abc
 import asyncio
 import logging
 import math
+import os
+import stat
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
@@ -78,6 +79,14 @@ AnyEvent = TypeVar("AnyEvent")
 AnyEffect = TypeVar("AnyEffect")
 Event_contra = TypeVar("Event_contra", contravariant=True)
 Effect_co = TypeVar("Effect_co", covariant=True)
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    """Open a file that nobody but its owner may read, even if it already exists."""
+    descriptor = os.open(path, flags, 0o600)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 class Core(Protocol[Event_contra, Effect_co]):
@@ -436,7 +445,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         if path is None:
             return
         try:
-            file = self._resources.enter_context(Path(path).open("wb", buffering=0))  # noqa: SIM115 - the stack closes it
+            file = self._resources.enter_context(open(path, "wb", 0, opener=_open_for_owner))  # noqa: SIM115 - the stack closes it
             self._recorder = Recorder(file, self.me, settings)
         except OSError as error:
             raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error

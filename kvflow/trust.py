@@ -16,6 +16,7 @@ __all__ = [
     "HEX_DIGITS",
     "PLAIN",
     "PRINCIPAL_DIGITS",
+    "SECRET_BYTES",
     "ClientKeys",
     "Trust",
     "TrustedKey",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 HEX_DIGITS: Final = 64
+SECRET_BYTES: Final = 32
 ANY: Final = "*"
 PRINCIPAL_DIGITS: Final = 32
 NOBODY: Final = "0" * PRINCIPAL_DIGITS
@@ -89,6 +91,8 @@ class Trust:
         registry: Public keys of the registry.
         capability_keys: Secrets for signing capabilities. If there are any, a prefill rank sends a room only to decode
             ranks with a capability for it. The first one signs; all of them are accepted.
+        ticket_keys: Secrets of 32 bytes that prefill and decode ranks share. Prefill ranks sign tickets with the first
+            one; decode ranks accept all of them. They also work with plain transport.
         directory: The directory that the keys were read from, or None.
     """
 
@@ -97,6 +101,7 @@ class Trust:
     peers: tuple[TrustedKey, ...] = ()
     registry: tuple[str, ...] = ()
     capability_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    ticket_keys: tuple[bytes, ...] = field(default=(), repr=False)
     directory: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +112,8 @@ class Trust:
         malformed = [key for key in self.registry if not is_key(key)]
         if malformed:
             raise ConfigError("registry keys must have 64 hexadecimal digits", found=malformed)
+        if any(len(key) != SECRET_BYTES for key in self.ticket_keys):
+            raise ConfigError("ticket keys must have 32 bytes", setting="trust")
 
     @classmethod
     def none(cls) -> "Trust":

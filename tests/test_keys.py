@@ -1,5 +1,6 @@
 """Key files, and the lists that they contain."""
 
+import multiprocessing
 import os
 import stat
 from dataclasses import replace
@@ -11,7 +12,7 @@ import kvflow
 from kvflow import keys
 from kvflow.cli.main import main
 from kvflow.errors import ConfigError
-from kvflow.keys import add_peer, add_registry, make_capability_key, make_keys, renewed_trust
+from kvflow.keys import add_peer, add_registry, make_capability_key, make_keys, make_ticket_key, renewed_trust
 from kvflow.trust import Trust, TrustedKey
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -241,7 +242,7 @@ def test_a_list_is_replaced_as_a_whole_and_keeps_what_else_it_says(path: Path) -
     assert mounted.stat().st_mode == before.st_mode
     assert mounted.stat().st_ino != before.st_ino
     assert (path / "peers").is_symlink()
-    assert {found.name for found in path.iterdir()} == {"elsewhere", "peers", "public.key", "secret.key"}
+    assert {found.name for found in path.iterdir()} == {".lock", "elsewhere", "peers", "public.key", "secret.key"}
 
 
 @pytest.mark.parametrize(
@@ -261,3 +262,39 @@ def test_a_list_that_is_malformed_or_nowhere_gets_no_key(path: Path) -> None:
         add_registry(path, "d")
     with pytest.raises(ConfigError, match="cannot be written"):
         add_registry(path / "mistyped", A)
+
+
+@pytest.mark.parametrize("name", ["secret.key", "capability.key", "ticket.key"])
+@pytest.mark.parametrize("spoilt", ["\ufeff{}", "{}\0", "{}\u200b", "{}x", "{} {}", "{}{}"])
+def test_no_error_has_a_secret(path: Path, name: str, spoilt: str) -> None:
+    make_capability_key(path)
+    make_ticket_key(path)
+    secret = (path / name).read_text().strip()
+    (path / name).write_text(spoilt.format(secret, secret) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        kvflow.load_trust(path)
+    assert secret not in str(caught.value)
+
+
+def _trust_ten(path: Path, number: int) -> None:
+    for key in range(10 * number, 10 * number + 10):
+        add_peer(path, f"{key:064x}", f"decode-{key}")
+
+
+def test_concurrent_processes_lose_no_line(path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_trust_ten, args=(path, number)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(kvflow.load_trust(path).peers) == 40
+
+
+def test_a_directory_on_the_way_that_others_may_write_to_is_refused(path: Path) -> None:
+    path.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="directory is writable by other users") as caught:
+        kvflow.load_trust(path)
+    assert caught.value.values["path"] == str(path.parent)
+    path.parent.chmod(0o1777)
+    kvflow.load_trust(path)

@@ -14,10 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "create a key pair, and print its public key"
     new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
     new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
-    new.add_argument(
+    kind = new.add_mutually_exclusive_group()
+    kind.add_argument(
         "--capability",
         action="store_true",
         help="create only a capability key, which routers and prefill ranks share",
+    )
+    kind.add_argument(
+        "--ticket",
+        action="store_true",
+        help="create only a ticket key, which prefill and decode ranks share",
     )
     text = "add another process's public key to the list"
     trust = commands.add_parser("trust", help=text, description=sentence(text), formatter_class=HelpFormatter)
@@ -43,10 +49,16 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from kvflow.keys import make_capability_key, make_keys  # noqa: PLC0415 - `kvflow --help` works without zmq
+    from kvflow.keys import (  # noqa: PLC0415 - `kvflow --help` works without zmq
+        make_capability_key,
+        make_keys,
+        make_ticket_key,
+    )
 
     if arguments.capability:
         make_capability_key(arguments.directory)
+    elif arguments.ticket:
+        make_ticket_key(arguments.directory)
     else:
         print(make_keys(arguments.directory))
     return 0

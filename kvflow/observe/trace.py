@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvflow.errors import Stage
+from kvflow.errors import Stage, shorten
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
@@ -182,15 +182,6 @@ def _fields(item: object) -> dict[str, object]:
 def failure_values(failure: Failure) -> dict[str, object]:
     """Return the values of a failure for a log line."""
     return {"reason": failure.reason.value, "detected_by": failure.detected_by, "detail": shorten(failure.detail)}
-
-
-MAX_TEXT: Final = 500
-"""Maximum length of text from a peer in a log line."""
-
-
-def shorten(text: str) -> str:
-    """Truncate a text that may come from a peer."""
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True, slots=True)

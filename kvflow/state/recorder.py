@@ -5,7 +5,8 @@ A recording is a sequence of frames, each a four-byte length (little-endian) and
 that a fresh core that is fed the same events can be compared with the recorded one.
 
 Data that the core does not read is left out: device events, data prepared for planning, and routes, which follow from a
-Hello. A recording contains no secrets except the metadata that engines pass, and the tokens of grants.
+Hello. Capabilities, and the metadata that engines pass, are replaced by other bytes of the same length; equal ones
+stay equal. What remains secret are the tokens of grants.
 """
 
 import hashlib
@@ -99,7 +100,32 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
 
 
+SECRET_FIELDS: Final = frozenset({"capability", "metadata"})
+
+
+def _veiled(value: Any, *, is_secret: bool = False) -> Any:
+    """Return a copy of an event or effect with its secrets replaced; what contains none is returned as it is."""
+    if isinstance(value, msgspec.Struct):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        veiled = {name: _veiled(item, is_secret=is_secret or name in SECRET_FIELDS) for name, item in fields.items()}
+        changes = {name: item for name, item in veiled.items() if item is not fields[name]}
+        return msgspec.structs.replace(value, **changes) if changes else value
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", ("",) * len(value))
+        items = [_veiled(item, is_secret=is_secret or n in SECRET_FIELDS) for n, item in zip(names, value, strict=True)]
+        is_same = all(item is before for item, before in zip(items, value, strict=True))
+        return value if is_same else (type(value)(*items) if hasattr(value, "_fields") else tuple(items))
+    if isinstance(value, dict):
+        return {key: _veiled(item, is_secret=is_secret) for key, item in value.items()}
+    if is_secret and isinstance(value, (str, bytes)):
+        is_text = isinstance(value, str)
+        other = hashlib.shake_256(value.encode() if isinstance(value, str) else value).digest(len(value))
+        return other.hex()[: len(value)] if is_text else other
+    return value
+
+
 def _encode_event(event: Event) -> bytes:
+    event = _veiled(event)
     if isinstance(event, ev.HelloChecked) and event.link is not None:
         event = msgspec.structs.replace(event, link=None, failure="")
     return _encoder.encode(event)
@@ -114,7 +140,7 @@ def _decode_event(kind: str, data: msgspec.Raw) -> Event:
     return event
 
 
-def _digest(effect: Effect) -> bytes:
+def _digest(effect: Effect, *, veils: bool) -> bytes:
     if isinstance(effect, (ef.PostPiece, ef.PlanPiece)):
         piece = effect.piece
         shown: object = (
@@ -125,11 +151,12 @@ def _digest(effect: Effect) -> bytes:
         shown = (effect.delivery, effect.wait)
     else:
         shown = effect
-    return hashlib.blake2b(_encoder.encode(shown), digest_size=DIGEST_BYTES).digest()
+    encoded = _encoder.encode(_veiled(shown) if veils else shown)
+    return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
 
 
-def _summary(effects: Sequence[Effect]) -> tuple[tuple[str, bytes], ...]:
-    return tuple((type(effect).__name__, _digest(effect)) for effect in effects)
+def _summary(effects: Sequence[Effect], *, veils: bool) -> tuple[tuple[str, bytes], ...]:
+    return tuple((type(effect).__name__, _digest(effect, veils=veils)) for effect in effects)
 
 
 class Recorder:
@@ -158,7 +185,7 @@ class Recorder:
         """
         name = type(error).__name__ if error is not None else ""
         encoded = msgspec.Raw(_encode_event(event))
-        self._write(Entry(now, type(event).__name__, encoded, _summary(effects), name))
+        self._write(Entry(now, type(event).__name__, encoded, _summary(effects, veils=True), name))
 
     def _write(self, frame: Header | Entry) -> None:
         data = _encoder.encode(frame)
@@ -243,7 +270,7 @@ def _replay(header: Header, frames: Iterator[bytes]) -> Replay:
             event = msgspec.structs.replace(event, link=link_for(event.hello, prefill))
         replayed, error_name = _handle(core, event, entry.now)
         num_events, num_effects = number + 1, num_effects + len(replayed)
-        if _summary(replayed) != entry.effects or error_name != entry.error:
+        if _summary(replayed, veils=False) != entry.effects or error_name != entry.error:
             recorded = (entry.error,) if entry.error else tuple(name for name, _ in entry.effects)
             found: tuple[object, ...] = (error_name,) if error_name else tuple(replayed)
             difference = Difference(number, entry.now, event, recorded, found)

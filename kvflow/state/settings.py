@@ -84,6 +84,7 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         staging: Staging memory for the windows of prefill ranks; None to receive no packed pieces.
         proofs: What proves that a prefill process can write nothing more.
         agent: Name of the transport's agent, if this rank shares it.
+        allowed_hosts: Hosts that this rank may connect to; empty for any.
     """
 
     timeouts: Timeouts
@@ -95,3 +96,4 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     staging: WindowSettings | None = None
     proofs: Proofs = Proofs()
     agent: str | None = None
+    allowed_hosts: tuple[str, ...] = ()

@@ -2,10 +2,14 @@
 
 Routers parse JSON and serialize it again, and some parse numbers as floats. So numbers that may exceed 2**53 are sent
 as text.
+
+With a ticket key, which prefill and decode ranks share, a ticket ends in an HMAC-SHA256 over all fields but the
+capability, which the router adds.
 """
 
 import hashlib
-from collections.abc import Mapping
+import hmac
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
@@ -14,12 +18,14 @@ import msgspec
 from kvflow.config import check_endpoint, is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, TicketError
 from kvflow.room import RoomId, as_room
+from kvflow.trust import Trust
 from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Capability, PeerId, RankId
 
 __all__ = ["Ticket", "ticket_for_room"]
 
 MAX_TEXT: Final = 1_024
 MAX_DIGITS: Final = 19
+FORMAT: Final = "kvflow ticket 1"
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
@@ -37,6 +43,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     room_type: Literal["integer", "string"]
     fingerprint: Text
     capability: Capability = ""
+    signature: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Ticket:
         fingerprint: Fingerprint of the issuer's layout.
         versions: Lowest and highest protocol version that the issuer supports.
         capability: Added by the router, see `kvflow.make_capability`; empty if there is none.
+        signature: HMAC-SHA256 of the other fields except the capability, in hexadecimal; empty if it is not signed.
     """
 
     room: RoomId
@@ -58,11 +66,24 @@ class Ticket:
     fingerprint: str
     versions: tuple[int, int] = (OLDEST_VERSION, PROTOCOL_VERSION)
     capability: str = ""
+    signature: str = ""
+
+    def signed(self, keys: Sequence[bytes]) -> "Ticket":
+        """Return the ticket, signed with the first key; unsigned if there is none."""
+        return replace(self, signature=self._mac(keys[0]) if keys else "")
+
+    def is_signed_by(self, keys: Sequence[bytes]) -> bool:
+        """Return whether one of the keys has signed the ticket."""
+        return any(hmac.compare_digest(self._mac(key), self.signature) for key in keys)
+
+    def _mac(self, key: bytes) -> str:
+        fields = (FORMAT, self.versions, self.address, self.issuer, self.room, _brief(self.fingerprint))
+        return hmac.digest(key, msgspec.msgpack.encode(fields), hashlib.sha256).hex()
 
     def as_dict(self) -> dict[str, object]:
         """Return the ticket as a dict that survives a round trip through JSON."""
-        signed = {"capability": self.capability} if self.capability else {}
-        return signed | {
+        added = {"capability": self.capability, "signature": self.signature}
+        return {name: value for name, value in added.items() if value} | {
             "versions": list(self.versions),
             "address": self.address,
             "instance": self.issuer.rank.instance,
@@ -93,7 +114,7 @@ class Ticket:
         if not is_instance_name(read.instance):
             raise TicketError("ticket is malformed", detail="instance is not a valid name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
-        return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability)
+        return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability, read.signature)
 
     def check(self, room: RoomId | None, fingerprint: str) -> None:
         """Check that this ticket matches a request, and that a handshake with its issuer can succeed.
@@ -115,7 +136,7 @@ class Ticket:
             raise TicketError("ticket is for a different model", ticket=self.fingerprint, here=fingerprint)
 
 
-def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, object]:
+def ticket_for_room(ticket: Mapping[str, object], room: RoomId, trust: Trust | None = None) -> dict[str, object]:
     """Return a copy of a ticket, by the same issuer, for another room. Works in any process.
 
     If an engine's scheduler answers the router, but its rank runs in a worker process, the worker sends the scheduler
@@ -124,15 +145,20 @@ def ticket_for_room(ticket: Mapping[str, object], room: RoomId) -> dict[str, obj
     Args:
         ticket: From `PrefillRank.ticket`.
         room: The room of the new ticket.
+        trust: The issuer's keys, to sign the new ticket with; not needed if the ticket is not signed.
 
     Raises:
         TicketError: The ticket is malformed.
-        LocalProtocolError: The room is invalid.
+        LocalProtocolError: The room is invalid, or the ticket is signed and `trust` has no ticket key.
     """
     number_or_name = as_room(room)
     if number_or_name is None:
         raise LocalProtocolError("room must be an integer or a string within the maximum length", room=room)
-    return replace(Ticket.parse(ticket), room=number_or_name).as_dict()
+    keys = () if trust is None else trust.ticket_keys
+    before = Ticket.parse(ticket)
+    if before.signature and not keys:
+        raise LocalProtocolError("ticket is signed; pass `trust` to sign the new one", room=room)
+    return replace(before, room=number_or_name).signed(keys).as_dict()
 
 
 def _parse_room(digits: str) -> RoomId | None:

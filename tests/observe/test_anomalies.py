@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from kvflow.errors import Stage
+from kvflow.errors import MAX_TEXT, Stage
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import Duration, StageTimes
-from kvflow.observe.trace import MAX_LINES, MAX_SOURCES, MAX_TEXT, AnomalyLog
+from kvflow.observe.trace import MAX_LINES, MAX_SOURCES, AnomalyLog
 from kvflow.wire.messages import PeerId, RankId
 from tests.observe.lines import printed
 

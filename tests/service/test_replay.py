@@ -1,12 +1,14 @@
 """Replays of recordings of real ranks, which must make the same decisions."""
 
 import signal
+import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from typing import Final
 
 import anyio
 import msgspec
@@ -122,8 +124,14 @@ async def die(decode: kvflow.DecodeRank, pool: Pool, prefill: ChildProcess, room
 # Ranks of one process ------------------------------------------------------------------------------------------------
 
 
+METADATA: Final = b"the first token"
+CAPABILITY: Final = "a capability"
+
+
 async def record_both(folder: Path) -> None:
-    """Record packed pieces, aborts of both sides, a failed write, and closing."""
+    """Record packed pieces, aborts of both sides, a failed write, and closing, to files that others may read."""
+    for role in ("prefill", "decode"):
+        (folder / role).touch(0o644)
     async with deploy(
         limits=Limits(bytes_per_post=1),
         sending={"packing": "always", "record": folder / "prefill", **SLOTS},
@@ -140,7 +148,19 @@ async def record_both(folder: Path) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(catch, request.send)
             tasks.start_soon(catch, request.receive)
+        await hand_over_secrets(deployment, 7)
         await deployment.settle()
+
+
+async def hand_over_secrets(deployment: Deployment, room: int) -> None:
+    request, decode = deployment.request(room, 10), deployment.decode[0]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(request.send, metadata=METADATA))
+        receiver = decode.receive(
+            room, prefill="prefill", tokens=(0, 10), pages={"kv": request.dst_tables[0]}, capability=CAPABILITY
+        )
+        async with receiver:
+            assert (await receiver.done()).metadata == METADATA
 
 
 async def leave_in_the_middle(deployment: Deployment, room: int, side: str) -> None:
@@ -172,8 +192,8 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 EXPECTED = {
-    "prefill": {"SendOpened": 6, "SendAborted": 1, "TransportClosed": 1},
-    "decode": {"ReceiveOpened": 6, "ReceiveAborted": 1, "TransportClosed": 1},
+    "prefill": {"SendOpened": 7, "SendAborted": 1, "TransportClosed": 1},
+    "decode": {"ReceiveOpened": 7, "ReceiveAborted": 1, "TransportClosed": 1},
 }
 
 
@@ -184,6 +204,14 @@ def test_a_recording_is_decided_in_the_same_way_again(recordings: Path, role: st
     kinds = kinds_of(recordings / role)
     assert {kind: kinds[kind] for kind in EXPECTED[role]} == EXPECTED[role]
     assert kinds["PostEnded" if role == "prefill" else "Scattered"] >= 9
+
+
+@pytest.mark.parametrize("role", EXPECTED)
+def test_a_recording_has_no_secrets_and_only_its_owner_can_read_it(recordings: Path, role: str) -> None:
+    data = (recordings / role).read_bytes()
+    assert METADATA not in data
+    assert CAPABILITY.encode() not in data
+    assert stat.S_IMODE((recordings / role).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("role", EXPECTED)

@@ -264,3 +264,39 @@ def test_blocking_ranks_need_no_registry() -> None:
             decode.receive(8, prefill=prefill.ticket(7), tokens=TOKENS, pages=PAGES)
     with pytest.raises(LocalProtocolError, match="not open"):
         prefill.ticket(1)
+
+
+async def test_a_stranger_cannot_fill_the_pages_of_a_deployment_that_signs_its_tickets() -> None:
+    """Without keys, too: whoever writes the body of a request may name any process, and any room."""
+    trust = kvflow.Trust(ticket_keys=(b"k" * 32,))
+    pool = make_pool()
+    config = decode_config(None, timeouts=QUICK, trust=trust, signed_tickets=True)
+    async with (
+        prefill_ranks(trust=trust) as ranks,
+        prefill_ranks(instance="evil") as strangers,
+        kvflow.DecodeRank(config, pool.layout) as decode,
+    ):
+        honest = ranks[0].ticket(1)
+        for forged in (strangers[0].ticket(1), {**honest, "address": strangers[0].endpoint}, {**honest, "room": "2"}):
+            with pytest.raises(TicketError, match="rejected"):
+                await receive(decode, forged)
+        await hand_over(ranks, decode, through_a_router(honest), 1)
+
+
+async def test_addresses_are_limited_to_the_hosts_that_are_allowed() -> None:
+    config = decode_config(None, timeouts=QUICK, allowed_hosts=("10.0.0.0/8",))
+    async with prefill_ranks() as ranks, kvflow.DecodeRank(config, make_pool().layout) as decode:
+        with pytest.raises(TicketError, match="allowed_hosts"):
+            await receive(decode, ranks[0].ticket(1))
+        with pytest.raises(ConfigError, match="allowed_hosts"):
+            await receive(decode, ranks[0].endpoint, 1)
+
+
+async def test_a_directory_cannot_send_a_decode_rank_to_a_host_that_is_not_allowed() -> None:
+    async with kvflow.Registry() as registry:
+        prefill = kvflow.PrefillRank(prefill_config(registry.endpoint), make_pool().layout)
+        config = decode_config(registry.endpoint, timeouts=QUICK, allowed_hosts=("10.0.0.0/8",))
+        async with prefill, kvflow.DecodeRank(config, make_pool().layout) as decode:
+            failure = await catch(lambda: receive(decode, "prefill", 1))
+            assert failure.reason is FailureReason.REFUSED
+            assert "127.0.0.1 is not in `allowed_hosts`" in failure.detail

@@ -1,6 +1,7 @@
 """Keys for tests: each instance has its own, and all trust each other."""
 
 from dataclasses import replace
+from typing import Final
 
 from kvflow.trust import Trust, TrustedKey
 from kvflow.wire.curve import new_keys
@@ -8,10 +9,13 @@ from kvflow.wire.curve import new_keys
 __all__ = ["new_trust", "trusting", "trusts"]
 
 
+TICKET_KEYS: Final = (b"a secret of all ranks".ljust(32),)
+
+
 def new_trust() -> Trust:
     """Return new keys without any trusted peers."""
     public, secret = new_keys()
-    return Trust(public, secret)
+    return Trust(public, secret, ticket_keys=TICKET_KEYS)
 
 
 def trusting(own: Trust, registry: Trust | None = None, **instances: Trust) -> Trust:

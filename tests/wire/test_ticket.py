@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import LocalProtocolError, TicketError
+from kvflow.trust import Trust
 from kvflow.wire.messages import PROTOCOL_VERSION, PeerId, RankId
 from kvflow.wire.ticket import Ticket, ticket_for_room
 
@@ -114,3 +115,33 @@ def test_a_ticket_for_no_room_is_refused(room: Any) -> None:
 def test_no_ticket_is_made_of_a_malformed_one() -> None:
     with pytest.raises(TicketError, match="malformed"):
         ticket_for_room({}, 7)
+
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+def test_a_signature_covers_every_field_but_the_capability() -> None:
+    signed = TICKET.signed([KEY, OTHER_KEY]).as_dict()
+    assert Ticket.parse({**signed, "capability": "added by the router"}).is_signed_by([OTHER_KEY, KEY])
+    assert not Ticket.parse(signed).is_signed_by([OTHER_KEY])
+    changes = {
+        "versions": [1, 9],
+        "address": "tcp://[::2]:7000",
+        "instance": "prefill-1",
+        "engine_rank": 4,
+        "incarnation": "0" * 16,
+        "room": "7",
+        "room_type": "string",
+        "fingerprint": "other",
+        "signature": "0" * 64,
+    }
+    assert changes.keys() == signed.keys()
+    for field, value in changes.items():
+        assert not Ticket.parse({**signed, field: value}).is_signed_by([KEY]), field
+
+
+def test_a_ticket_for_another_room_is_signed_again() -> None:
+    signed, trust = TICKET.signed([KEY]).as_dict(), Trust(ticket_keys=(KEY,))
+    assert Ticket.parse(ticket_for_room(signed, 7, trust)).is_signed_by([KEY])
+    with pytest.raises(LocalProtocolError, match="pass `trust`"):
+        ticket_for_room(signed, 7)

@@ -118,6 +118,7 @@ class KvflowKVManager(CommonKVManager):
             advertise=self.local_ip,
             digest_every=self.settings.digest_every,
             proofs=self.settings.make_proofs(),
+            allowed_hosts=self.settings.allowed_hosts,
             **self._common_settings(max(self.waiting_timeout, envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())),
         )
         self.rank = kvflow.blocking.DecodeRank(config, self.pools.layout, affinity=self.settings.affinity)

@@ -1,6 +1,5 @@
 """Pages in quarantine, for the operator of a server: a reminder in its log, and a way to release them."""
 
-import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -8,10 +7,11 @@ from typing import Any, Final
 
 from kvflow import LocalProtocolError, Memory, QuarantineRecord
 from kvflow.blocking import BlockingReceiver, BlockingSender
+from kvflow.engines.logs import adapter_logger
 
 __all__ = ["QuarantineWatch"]
 
-LOGGER: Final = logging.getLogger(__name__)
+LOGGER: Final = adapter_logger(__name__)
 LOOK_S: Final = 1.0
 REMIND_S: Final = 60.0
 

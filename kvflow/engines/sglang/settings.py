@@ -30,6 +30,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         affinity: CPUs of kvflow's threads; by default those of the scheduler.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
         plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
+        allowed_hosts: As in `kvflow.DecodeConfig`.
     """
 
     backend: str = "nixl"
@@ -44,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False
+    allowed_hosts: tuple[str, ...] = ()
 
     def timeouts_for(self, wait_s: float) -> Timeouts:
         """Return timeouts with which SGLang decides how long a request waits for the other side.

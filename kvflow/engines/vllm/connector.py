@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
 
 from kvflow import ConfigError
+from kvflow.engines.trust import chosen_trust
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
@@ -73,7 +74,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                self._groups, is_prefill=transfer.is_kv_producer, is_decode=transfer.is_kv_consumer
+                self._groups,
+                is_prefill=transfer.is_kv_producer,
+                is_decode=transfer.is_kv_consumer,
+                trust=chosen_trust(self._options.keys, plain=self._options.plain),
             )
             if self._patience_s:
                 sleep_instead_of_spinning(lambda: self._scheduler.is_empty)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from kvflow import Endpoint, KvflowError, ticket_for_room
+from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
 
 __all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_reference"]
 
@@ -96,7 +96,15 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
     return Reference(ticket, None, prompt)
 
 
-def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_tokens: int, prompt: str) -> dict[str, Any]:
+def reply(
+    ticket: Mapping[str, object],
+    room: str,
+    *,
+    request_id: str,
+    num_tokens: int,
+    prompt: str,
+    trust: Trust | None = None,
+) -> dict[str, Any]:
     """Return the parameters for a router to pass to decode.
 
     Args:
@@ -105,11 +113,12 @@ def reply(ticket: Mapping[str, object], room: str, *, request_id: str, num_token
         request_id: vLLM's id of the request on prefill.
         num_tokens: Tokens of its prompt, which was computed.
         prompt: `digest_of` the prompt.
+        trust: Keys of this server, which sign the ticket.
 
     Raises:
         KvflowError: The room or the ticket is not valid.
     """
-    own = ticket_for_room(ticket, room)
+    own = ticket_for_room(ticket, room, trust)
     endpoint = Endpoint.parse(str(own["address"]))
     return {
         "do_remote_prefill": True,

@@ -42,6 +42,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             have pinned the worker to one CPU.
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
         plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
+        signed_tickets: As in `kvflow.DecodeConfig`.
+        allowed_hosts: As in `kvflow.DecodeConfig`.
     """
 
     host: str = "127.0.0.1"
@@ -60,6 +62,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     affinity: tuple[int, ...] | None = None
     keys: str | None = None
     plain: bool = False
+    signed_tickets: bool | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
     def make_timeouts(self) -> Timeouts:
         """Return the timeouts.

@@ -141,6 +141,8 @@ def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:
         advertise=options.host,
         digest_every=options.digest_every,
         proofs=options.make_proofs(),
+        signed_tickets=options.signed_tickets,
+        allowed_hosts=options.allowed_hosts,
         **common,
     )
 

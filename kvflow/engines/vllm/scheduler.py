@@ -4,20 +4,20 @@ A request is tracked from when vLLM accepts it until vLLM has forgotten it. Deci
 orders of its next step.
 """
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvflow import KvflowError
+from kvflow import KvflowError, Trust
+from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.dialect import digest_of, is_for_decode, reply, room_of, take_reference
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 
 __all__ = ["ConnectorScheduler"]
 
-LOGGER: Final = logging.getLogger("vllm.kvflow")
+LOGGER: Final = adapter_logger("vllm.kvflow")
 
 PROOF_S: Final = 60.0
 """How long vLLM continues to step only to learn that held blocks are safe.
@@ -57,12 +57,16 @@ class ConnectorScheduler:
         groups: Groups of vLLM's caches, each with its own block table.
         is_prefill: It may be asked to keep requests for other servers.
         is_decode: It may be asked to take over requests from other servers.
+        trust: Keys of this server, which sign tickets.
     """
 
-    def __init__(self, groups: Sequence[Group], *, is_prefill: bool, is_decode: bool) -> None:
+    def __init__(
+        self, groups: Sequence[Group], *, is_prefill: bool, is_decode: bool, trust: Trust | None = None
+    ) -> None:
         self._groups = groups
         self._is_prefill = is_prefill
         self._is_decode = is_decode
+        self._trust = trust
         self._ticket: Mapping[str, object] = {}
         self._sending: dict[str, _Sending] = {}
         self._announced: dict[str, None] = {}
@@ -248,7 +252,12 @@ class ConnectorScheduler:
             return True, None
         try:
             return True, reply(
-                self._ticket, sending.room, request_id=request_id, num_tokens=sending.num_tokens, prompt=sending.prompt
+                self._ticket,
+                sending.room,
+                request_id=request_id,
+                num_tokens=sending.num_tokens,
+                prompt=sending.prompt,
+                trust=self._trust,
             )
         except KvflowError as error:
             LOGGER.warning("kvflow: %s is not handed over: %s", request_id, error)

@@ -8,7 +8,6 @@ vLLM is told that a request has ended as soon as its outcome is decided. Blocks 
 they are; see `ConnectorScheduler.take_report`.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +19,14 @@ import torch
 
 from kvflow import KvflowError, LayersReady, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
+from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.layout import Caches
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.ranks import Ranks
 
 __all__ = ["ConnectorWorker", "Results"]
 
-LOGGER: Final = logging.getLogger("vllm.kvflow")
+LOGGER: Final = adapter_logger("vllm.kvflow")
 
 LABEL_LENGTH: Final = 200
 """Maximum length of a label. Request ids may be longer; the room has the complete id."""

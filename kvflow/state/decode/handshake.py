@@ -21,6 +21,7 @@ from collections.abc import Hashable, Iterator
 import msgspec
 
 from kvflow.errors import FailureReason, Stage
+from kvflow.gate import host_denial
 from kvflow.room import RoomId
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting
 from kvflow.state.decode.peers import PrefillPeers
@@ -217,12 +218,20 @@ class Instances:
             return []
         if not is_looking_up and event.instance != instance.found_by and now < instance.began_at + OTHER_ANSWER_S:
             return []
+        if denial := self._denial(event.records):
+            return self._refused(instance, denial, now)
         effects = self._forget_hellos(instance, now, keep=[record.peer for record in event.records])
         instance.records, instance.attempt = event.records, next(self._attempts)
         instance.found_by, instance.began_at = event.instance, now
         instance.apply(InstanceSignal.FOUND)
         self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
         return [*effects, CompileRoutes(event.records[0].peer.rank.instance, instance.attempt, event.records)]
+
+    def _denial(self, records: tuple[RankRecord, ...]) -> str:
+        """Return why this rank must not connect to an address in a directory's answer; empty if it may."""
+        allowed = self._settings.allowed_hosts
+        denials = ((record, host_denial(record.endpoint, allowed)) for record in records)
+        return next((f"{record.peer.rank} at {record.endpoint}: {why}" for record, why in denials if why), "")
 
     def _found_again(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
         """Grant rooms that have waited for this answer; if any remain, probe connected ranks that it omits."""
