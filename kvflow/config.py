@@ -339,7 +339,7 @@ class Timeouts:
             For an announced room it starts with the grant.
         open_s: How long a grant waits on prefill until the engine opens its room.
         grant_s: How long prefill keeps finished pages if a decode rank has neither announced the room nor asked for it,
-            because it is late or died first.
+            because it is late or died first. Starts with the last chunk, or with `RoomSender.start_lease`.
         first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
             bytes have arrived.
         progress_s: How long a transfer may go without progress, once the first bytes have moved, before it fails.

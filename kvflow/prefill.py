@@ -117,7 +117,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             raise self.not_open()
         return self._endpoint
 
-    def send(self, room: RoomId, *, label: str | None = None) -> "RoomSender":
+    def send(self, room: RoomId, *, label: str | None = None, defer_lease: bool = False) -> "RoomSender":
         """Start sending a room; use the result as an async context manager.
 
         You can open it before any decode rank has asked for the room and before anything is computed. Once the block
@@ -126,6 +126,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         Args:
             room: The router's ID for the request, the same on both sides.
             label: The engine's own ID for the request, for log lines; not sent to the other side.
+            defer_lease: `Timeouts.grant_s` starts with `start_lease`, not with the last chunk. For engines that answer
+                the router later than they compute: no decode rank can ask before it has the ticket.
 
         Raises:
             LocalProtocolError: The room or label is invalid. On entry: the room is in use, or the rank is not open. On
@@ -135,7 +137,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and the error was not raised inside the block.
         """
-        return RoomSender(self, room, label)
+        return RoomSender(self, room, label, defer_lease=defer_lease)
 
     def warm_up(self, room: RoomId) -> bool:
         """Execute the code path of a granted room's last chunk without sending anything.
@@ -471,6 +473,7 @@ class RoomSender(Transfer):
     __slots__ = (
         "_footprint",
         "_granted",
+        "_has_lease",
         "_is_finished",
         "_is_quiescing",
         "_num_quiesced",
@@ -481,8 +484,9 @@ class RoomSender(Transfer):
         "wanted",
     )
 
-    def __init__(self, rank: PrefillRank, room: RoomId, label: str | None = None) -> None:
+    def __init__(self, rank: PrefillRank, room: RoomId, label: str | None = None, *, defer_lease: bool = False) -> None:
         super().__init__(rank, room, label)
+        self._has_lease = not defer_lease
         self._rank = rank
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False
@@ -689,6 +693,36 @@ class RoomSender(Transfer):
         if failure is not None:
             self._rank.line.leave(self.room)
 
+    def start_lease(self) -> None:
+        """Start `Timeouts.grant_s`, once the other side could ask: the ticket has left. See `PrefillRank.send`.
+
+        Raises:
+            LocalProtocolError: The transfer was not entered, or this is the wrong event loop.
+        """
+        self._check_begun()
+        if self.outcome is Outcome.PENDING and not self._has_lease:
+            self._has_lease = True
+            self._rank.dispatch(ev.LeaseStarted(self.room))
+
+    def reclaim(self, *, with_announced: bool = False) -> None:
+        """Fail the transfer because its pages are needed for another one, unless decode needs them.
+
+        Does nothing if a decode rank has granted or announced the room, so it is safe at any time. For engines whose
+        memory is short while the pages of finished requests wait for decode ranks that may be dead.
+
+        Args:
+            with_announced: An announcement does not count. Decode has no pages for the room yet, so it can compute the
+                request itself.
+
+        Raises:
+            LocalProtocolError: The transfer was not entered, or this is the wrong event loop.
+        """
+        self._check_begun()
+        if self.outcome is Outcome.PENDING:
+            detail = "prefill needs the pages for another request"
+            failure = self._rank.failure(FailureReason.CAPACITY, detail)
+            self._rank.dispatch(ev.ReclaimAsked(self.room, with_announced, failure))
+
     async def granted(self) -> Mapping[str, TokenRange]:
         """Wait until every decode rank has granted, and return `wanted`.
 
@@ -726,7 +760,7 @@ class RoomSender(Transfer):
 
     @override
     def open(self) -> None:
-        self._rank.open_transfer(self.room, self, ev.SendOpened(self.room))
+        self._rank.open_transfer(self.room, self, ev.SendOpened(self.room, self._has_lease))
 
     async def __aenter__(self) -> Self:
         self.open()

@@ -363,7 +363,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         """
         return self._opened.endpoint
 
-    def send(self, room: RoomId, *, label: str | None = None) -> BlockingSender:
+    def send(self, room: RoomId, *, label: str | None = None, defer_lease: bool = False) -> BlockingSender:
         """Start sending a room; see `kvflow.PrefillRank.send`.
 
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED. The queue of
@@ -373,7 +373,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
             LocalProtocolError: The room or the label is invalid, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._opened.send(room, label=label))
+        return BlockingSender(self, self._opened.send(room, label=label, defer_lease=defer_lease))
 
     def ticket(self, room: RoomId) -> dict[str, object]:
         """Return a ticket for a room; see `kvflow.PrefillRank.ticket`.

@@ -1,8 +1,9 @@
 """Senders and receivers for a scheduler thread."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from typing_extensions import override
@@ -295,6 +296,23 @@ class BlockingSender(BlockingTransfer):
         except LocalProtocolError:
             self._is_quiescing = False
             raise
+
+    def start_lease(self) -> None:
+        """Start `Timeouts.grant_s`: the ticket has left; see `kvflow.RoomSender.start_lease`. Does not block."""
+        self._tell(self._sender.start_lease)
+
+    def reclaim(self, *, with_announced: bool = False) -> None:
+        """Fail the transfer unless decode needs its pages; see `kvflow.RoomSender.reclaim`. Does not block."""
+        self._tell(partial(self._sender.reclaim, with_announced=with_announced))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        def tell() -> None:
+            with suppress(LocalProtocolError):  # it was refused, and has failed
+                call()
+
+        if self.outcome is Outcome.PENDING:
+            with suppress(LocalProtocolError):  # closing the rank also ends the transfer
+                self._rank._call_soon(tell)
 
     def result(self) -> None:
         """Return if every decode rank has received everything; raise otherwise.

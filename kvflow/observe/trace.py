@@ -34,6 +34,8 @@ STAGES: Final[dict[type, Stage]] = {
     ev.SendOpened: Stage.ENQUEUE,
     ev.ChunkOffered: Stage.ENQUEUE,
     ev.QuiesceAsked: Stage.ENQUEUE,
+    ev.LeaseStarted: Stage.ENQUEUE,
+    ev.ReclaimAsked: Stage.ENQUEUE,
     ev.SendAborted: Stage.ENQUEUE,
     ev.HelloChecked: Stage.BOOTSTRAP,
     ev.ReplyLost: Stage.BOOTSTRAP,

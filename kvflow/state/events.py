@@ -35,6 +35,7 @@ __all__ = [
     "InstanceFound",
     "InstanceRef",
     "LayersReady",
+    "LeaseStarted",
     "LookUpRefused",
     "MessageArrived",
     "MessageReceived",
@@ -56,6 +57,7 @@ __all__ = [
     "ReceiveAborted",
     "ReceiveGranted",
     "ReceiveOpened",
+    "ReclaimAsked",
     "ReplyLost",
     "RoutesCompiled",
     "Scattered",
@@ -146,9 +148,14 @@ class PeerRoute(msgspec.Struct, frozen=True):
 
 
 class SendOpened(msgspec.Struct, frozen=True):
-    """The engine opened a room for sending."""
+    """The engine opened a room for sending.
+
+    Attributes:
+        has_lease: Its lease starts with the last chunk, not with `LeaseStarted`.
+    """
 
     room: RoomId
+    has_lease: bool = True
 
 
 class ChunkOffered(msgspec.Struct, frozen=True):
@@ -167,6 +174,24 @@ class QuiesceAsked(msgspec.Struct, frozen=True):
     """The engine asked for the source pages of a room back, and will continue the room later."""
 
     room: RoomId
+
+
+class LeaseStarted(msgspec.Struct, frozen=True):
+    """The ticket of a room has left, so from now on a decode rank could ask for it."""
+
+    room: RoomId
+
+
+class ReclaimAsked(msgspec.Struct, frozen=True):
+    """The engine needs the pages of a room for another one, unless a decode rank needs them.
+
+    Attributes:
+        with_announced: An announcement does not count; decode has no pages for the room yet.
+    """
+
+    room: RoomId
+    with_announced: bool
+    failure: Failure
 
 
 class SendAborted(msgspec.Struct, frozen=True):
@@ -551,6 +576,8 @@ PrefillEvent = (
     SendOpened
     | ChunkOffered
     | QuiesceAsked
+    | LeaseStarted
+    | ReclaimAsked
     | SendAborted
     | MessageArrived
     | PeerRevoked

@@ -28,10 +28,11 @@ from kvflow.state.effects import (
     YieldTurn,
 )
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
+from kvflow.state.prefill.deadlines import PostStalled
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
 from kvflow.state.prefill.queue import PieceQueue
-from kvflow.state.prefill.rooms import PostStalled, Rooms
+from kvflow.state.prefill.rooms import Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
@@ -228,7 +229,7 @@ class PrefillCore:
                 return self._post_ended(event, now)
             case ev.SendOpened():
                 self._leaving.check_open(event.room)
-                return self.rooms.open(event.room, now)
+                return self.rooms.open(event.room, now, has_lease=event.has_lease)
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.TurnContinued():
@@ -249,6 +250,10 @@ class PrefillCore:
                 return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
             case ev.QuiesceAsked():
                 return self.rooms.quiesce(event.room, now)
+            case ev.LeaseStarted():
+                return self.rooms.start_lease(event.room, now)
+            case ev.ReclaimAsked():
+                return self.rooms.reclaim(event.room, event.failure, now, with_announced=event.with_announced)
             case ev.SendAborted():
                 return self.rooms.abort(event.room, event.failure, now)
             case ev.HelloChecked():
@@ -614,7 +619,7 @@ class PrefillCore:
             case SlotUnreturned():
                 return self.slots.expired(key, now)
             case _:
-                return self.rooms.expired(key, now)
+                return self.rooms.expired(key, now, late_s)
 
     def _ask_if_silent(self, liveness: Peer) -> list[PrefillEffect]:
         """Ping a silent decode rank; sending fails if its connection is gone."""

@@ -35,7 +35,8 @@ class RoomWait(NamedTuple):
     """What a room waits for; each item has a timer.
 
     Attributes:
-        grants: After the last chunk, waits for decode ranks that have neither granted nor announced.
+        grants: After the last chunk and the start of its lease, waits for decode ranks that have neither granted nor
+            announced.
         drain: Waits for posts to end after the room has ended.
         quiesce: Waits for posts to end because the engine wants its pages back.
         announced: Announced grants with their deadlines; each has a timer of its own.
@@ -61,10 +62,12 @@ class Room:
         waits: What its timers are set for.
         changed: Deliveries whose timers may be out of date.
         told: Decode ranks without a delivery that know that the room has failed.
+        has_lease: Decode ranks could know of it, and must ask for it in time.
     """
 
-    def __init__(self, context: SendContext, room: RoomId) -> None:
+    def __init__(self, context: SendContext, room: RoomId, *, has_lease: bool = True) -> None:
         self.room = room
+        self.has_lease = has_lease
         self.state = TransferState()
         self.failure: Failure | None = None
         self.deliveries: dict[RankId, Delivery] = {}
@@ -132,7 +135,7 @@ class Room:
     @property
     def now_waits(self) -> RoomWait:
         """What it waits for now."""
-        lacks_grants = self.num_asked != self._num_decode_ranks and self.is_finished
+        lacks_grants = self.num_asked != self._num_decode_ranks and self.is_finished and self.has_lease
         is_draining = self.state.memory is Memory.DRAINING
         return RoomWait(self.state.is_pending and lacks_grants, is_draining, self.is_quiescing, self._announced_until)
 

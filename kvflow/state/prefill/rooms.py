@@ -3,8 +3,6 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-import msgspec
-
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.room import RoomId
 from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
@@ -18,6 +16,16 @@ from kvflow.state.events import (
     PostEnded,
     PostInDoubt,
 )
+from kvflow.state.prefill.deadlines import (
+    DeclineForgotten,
+    DeliveryDeadline,
+    DeliveryUnanswered,
+    GrantOverdue,
+    PostStalled,
+    RoomUndrained,
+    RoomUngranted,
+    RoomUnquiesced,
+)
 from kvflow.state.prefill.delivery import Delivery, DeliveryWait, SendContext
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.queue import PieceEnd
@@ -28,7 +36,7 @@ from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Ack, Announce, Cancel, Decline, Failure, Grant, PeerId, RankId
 
-__all__ = ["PostStalled", "Rooms"]
+__all__ = ["Rooms"]
 
 MAX_FAILED = 4_096
 """Maximum number of failed rooms that are remembered, so that late grants are answered at once."""
@@ -41,55 +49,6 @@ UNFENCED_SHARE = 8
 
 MAX_BACKOFF = 8
 """The pause between retransmissions doubles up to this multiple of the first pause."""
-
-
-class DeclineForgotten(msgspec.Struct, frozen=True):
-    """Timer: the engine has not opened a declined room in time; its id may belong to another request by now."""
-
-    room: RoomId
-
-
-class RoomUngranted(msgspec.Struct, frozen=True):
-    """Timer: after the last chunk, a decode rank has neither granted nor announced in time."""
-
-    room: RoomId
-
-
-class GrantOverdue(msgspec.Struct, frozen=True):
-    """Timer: a decode rank has not sent an announced grant in time."""
-
-    room: RoomId
-    peer: PeerId
-
-
-class DeliveryDeadline(msgspec.Struct, frozen=True):
-    """Timer: the decode rank has given up."""
-
-    delivery: DeliveryId
-
-
-class PostStalled(msgspec.Struct, frozen=True):
-    """Timer: a post of this delivery has not ended in time."""
-
-    delivery: DeliveryId
-
-
-class DeliveryUnanswered(msgspec.Struct, frozen=True):
-    """Timer: the decode rank has not acknowledged a delivery that is fully written."""
-
-    delivery: DeliveryId
-
-
-class RoomUnquiesced(msgspec.Struct, frozen=True):
-    """Timer: posts have not ended in time after the engine asked for its pages."""
-
-    room: RoomId
-
-
-class RoomUndrained(msgspec.Struct, frozen=True):
-    """Timer: posts have not ended in time after the room ended."""
-
-    room: RoomId
 
 
 class _FailedRoom(NamedTuple):
@@ -129,7 +88,7 @@ class Rooms:
 
     # Requests from the engine ----------------------------------------------------------------------------------------
 
-    def open(self, room: RoomId, now: float) -> list[PrefillEffect]:
+    def open(self, room: RoomId, now: float, *, has_lease: bool = True) -> list[PrefillEffect]:
         """Open a room, and serve the grants and announcements that have arrived before.
 
         Raises:
@@ -147,7 +106,7 @@ class Rooms:
                 "too many ended transfers have writes that may still land at decode ranks", unfenced=len(self.unfenced)
             )
         self._failed.pop(room, None)
-        opened = self.rooms[room] = Room(self._context, room)
+        opened = self.rooms[room] = Room(self._context, room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
             effects += self._serve(opened, peer, self.waiting.take(room, peer), now)
@@ -176,6 +135,21 @@ class Rooms:
         known = self._known(room)
         known.quiesce()
         return self._follow(known, known.review(), now)
+
+    def start_lease(self, room: RoomId, now: float) -> list[PrefillEffect]:
+        """Start the lease of a room, whose ticket has left; it may have ended."""
+        known = self.rooms.get(room)
+        if known is None:
+            return []
+        known.has_lease = True
+        return self._follow(known, [], now)
+
+    def reclaim(self, room: RoomId, failure: Failure, now: float, *, with_announced: bool) -> list[PrefillEffect]:
+        """End a room whose pages the engine needs, unless a decode rank has granted or, by default, announced."""
+        known = self.rooms.get(room)
+        if known is None or known.deliveries or (known.announced and not with_announced):
+            return []
+        return self._follow(known, known.stop(Signal.FAILED, failure), now)
 
     def abort(self, room: RoomId, failure: Failure, now: float) -> list[PrefillEffect]:
         """End a room because its engine aborted it."""
@@ -456,8 +430,14 @@ class Rooms:
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
-    def expired(self, key: Hashable, now: float) -> list[PrefillEffect]:
-        """Handle an expired timer."""
+    def expired(self, key: Hashable, now: float, late_s: float = 0.0) -> list[PrefillEffect]:
+        """Handle an expired timer.
+
+        Args:
+            key: What it was set for.
+            now: The time.
+            late_s: How late it is handled.
+        """
         match key:
             case RoomUnopened(number, peer):
                 asked = self.waiting.take(number, peer)
@@ -475,8 +455,7 @@ class Rooms:
                 failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
                 return self._fail(number, failure, now)
             case RoomUngranted(number):
-                detail = f"not every decode rank asked for the pages within {self._timeouts.grant_s} s"
-                return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
+                return self._ungranted(number, now, late_s)
             case GrantOverdue(number, peer):
                 detail = f"decode rank {peer.rank} announced the room, and has given up since"
                 return self._fail(number, self._error(FailureReason.DEADLINE, detail), now)
@@ -488,6 +467,15 @@ class Rooms:
                 failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
                 return self._fail(delivery_id.room, failure, now)
         return []
+
+    def _ungranted(self, number: RoomId, now: float, late_s: float) -> list[PrefillEffect]:
+        """Fail a room whose lease has ended, unless this process stood still, and so could not hear who asked."""
+        grant_s = self._timeouts.grant_s
+        if late_s > self._timeouts.lease_s:
+            self._timers.set(RoomUngranted(number), now + min(late_s, grant_s))
+            return []
+        detail = f"not every decode rank asked for the pages within {grant_s} s"
+        return self._fail(number, self._error(FailureReason.NOT_GRANTED, detail), now)
 
     def _release_credit(self, delivery: DeliveryId, seq: int) -> None:
         if not self._context.queue.is_in_doubt(delivery, seq):
