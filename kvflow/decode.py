@@ -110,7 +110,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             device memory are configured, or the device has not enough memory for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport cannot register the memory.
-        Unreachable: On entry: this process cannot open any more sockets.
+        Shortage: On entry: this process lacks descriptors or threads.
     """
 
     config: DecodeConfig
@@ -543,8 +543,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
         self.dispatch(ev.InstanceFound(instance, records, number))
 
-    def _take_refusal(self, instance: ev.InstanceRef | None, detail: str) -> None:
-        self.dispatch(ev.LookUpRefused(instance, detail))
+    def _take_refusal(self, instance: ev.InstanceRef | None, detail: str, is_short: bool) -> None:
+        self.dispatch(ev.LookUpRefused(instance, detail, is_short))
 
     @override
     def _apply_trust(self, trust: Trust) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "RegistrationError",
     "RemoteProtocolError",
     "RouteError",
+    "Shortage",
     "Stage",
     "ThreadShortage",
     "TicketError",
@@ -119,7 +120,11 @@ class Unreachable(KvflowError):
     """There was no answer in time, or a connection is gone. Check the addresses, start the other side, and retry."""
 
 
-class ThreadShortage(KvflowError):
+class Shortage(KvflowError):
+    """The system has refused a resource to this process; `detail` names the error and the limit. Raise it, or retry."""
+
+
+class ThreadShortage(Shortage):
     """A thread could not be started, and its function was not called. Retry, or do without it."""
 
 
@@ -159,6 +164,8 @@ class FailureReason(enum.StrEnum):
     """The peer answered the handshake with a refusal; `detail` has its reason."""
     STALE_TICKET = "stale_ticket"
     """The process that issued the ticket has ended: its rank has restarted, or a different instance answers."""
+    SHORTAGE = "shortage"
+    """The process of `detected_by` lacks descriptors or another resource; `detail` names the limit."""
     UNKNOWN_ROOM = "unknown_room"
     """The prefill engine did not open this room before the deadline of the grant."""
     ROOM_IN_USE = "room_in_use"

@@ -100,6 +100,13 @@ class Listener(Protocol):
 class ControlChannel(Protocol):
     """Creates control sockets. Callbacks run on the event loop, in order, once per message."""
 
+    def reserve(self) -> None:
+        """Start the threads, and reserve the descriptors, that the first connections need.
+
+        Raises:
+            Shortage: This process cannot have them.
+        """
+
     def listen(
         self,
         bind: str,
@@ -123,6 +130,7 @@ class ControlChannel(Protocol):
 
         Raises:
             ConfigError: The address is malformed or cannot be bound.
+            Shortage: This process lacks descriptors or threads.
         """
 
     def connect(
@@ -145,7 +153,7 @@ class ControlChannel(Protocol):
 
         Raises:
             ConfigError: The address is malformed or names no host.
-            Unreachable: This process has no sockets left.
+            Shortage: This process has no descriptors left.
         """
 
     async def host_towards(self, endpoint: str) -> str | None:

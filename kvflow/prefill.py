@@ -85,7 +85,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             bound, the backend is unknown, or the device has not enough memory for `staging_bytes`.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport cannot register the memory.
-        Unreachable: On entry: this process cannot open any more sockets.
+        Shortage: On entry: this process lacks descriptors or threads.
     """
 
     config: PrefillConfig
@@ -258,6 +258,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             staging = LocalStaging(self._staging, self.layout, backend.view, self.config, overhead_s)
         agents = PeerAgents()
         self._submit = Submit(self._context, backend, agents)
+        self._resources.callback(self._submit.close)
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )

@@ -69,6 +69,9 @@ CLOSE_MARGIN_S: Final = 1.0
 EVENTS_AT_ONCE: Final = 16
 """Maximum number of transport events handled before the event loop gets its turn."""
 
+STARVED_S: Final = 0.5
+"""How late the event loop may be before that is logged: less than a second is left until peers notice."""
+
 INCARNATION_BYTES: Final = 8
 
 SharedEvent = ev.QuarantineReleased | ev.DrainStarted | ev.CloseStarted | ev.TransportClosed | ev.TimePassed
@@ -181,6 +184,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             raise LocalProtocolError("rank can be opened only once; create a new one", rank=str(self.me.rank))
         self._loop = asyncio.get_running_loop()
         try:
+            self._ports.control.reserve()
             if (host := await self._own_host()) is not None:
                 self._backend.advertise(host)
             await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
@@ -189,7 +193,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._backend.keep(self._staging)
             self._open()
             self._alarm = Alarm(
-                self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._loop_lag.add
+                self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag
             )
             self._resources.callback(self._alarm.close)
             await self._tasks.open()
@@ -388,6 +392,12 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def _dispatch_soon(self, event: AnyEvent | SharedEvent) -> None:
         """Dispatch an event after the event loop has had a turn."""
         asyncio.get_running_loop().call_soon(self.dispatch, event)
+
+    def _note_lag(self, lag_s: float) -> None:
+        self._loop_lag.add(lag_s)
+        if lag_s > STARVED_S:
+            detail = "the engine held the GIL or the event loop, or this process was suspended"
+            self._anomalies.count("event_loop_starved", held_s=round(lag_s, 3), detail=detail)
 
     def _count_anomaly(self, effect: ef.CountAnomaly) -> None:
         self._anomalies.count(effect.kind, effect.peer, room=effect.room, detail=effect.detail or None)

@@ -3,6 +3,7 @@
 import ctypes
 
 import numpy as np
+import numpy.ctypeslib  # numpy would load it at the first use, when no descriptor may be left
 from numpy.typing import NDArray
 
 from kvflow.backends.metadata import RegisteredMemory

@@ -20,6 +20,7 @@ from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
+from kvflow.resources import with_shortage
 
 __all__ = ["ConnectedPeer", "NativeAgent", "OwnerBackend", "OwnerThread", "PollIntervals", "Polled"]
 
@@ -272,4 +273,4 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return with_shortage(f"{type(error).__name__}: {error}")

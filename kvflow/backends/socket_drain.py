@@ -1,16 +1,20 @@
 """Waits until data in flight from ended processes can no longer arrive."""
 
 import functools
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 
 from kvflow.backends.sockets import Connections
 from kvflow.backends.threads import run_in_thread
-from kvflow.errors import BackendError
+from kvflow.errors import BackendError, Shortage
+from kvflow.resources import check_shortage
 
 __all__ = ["SocketDrainCheck"]
+
+Result = TypeVar("Result")
 
 LOOK_S: Final = 2e-3
 MAX_LOOK_S: Final = 1.0
@@ -37,7 +41,7 @@ class SocketDrainCheck:
         """Wait until every connection that exists now has been dry once, or is closed. This may never happen.
 
         Raises:
-            OSError: The kernel does not show the connections.
+            OSError: The kernel does not show the connections. A shortage of descriptors is waited out.
         """
         self._num_asked += 1
         mine = self._num_asked
@@ -51,10 +55,24 @@ class SocketDrainCheck:
         while True:
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_LOOK_S)
-            with suppress(BackendError):  # no thread was available this time
+            with suppress(BackendError, Shortage):  # this time
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
-                    connections = await run_in_thread(functools.partial(Connections, of_domain=self._of_domain))
+                    connections = await _look(functools.partial(Connections, of_domain=self._of_domain))
                     asked, pause_s = now_asked, LOOK_S
-                if await run_in_thread(connections.are_dry):
+                if await _look(connections.are_dry):
                     return asked
+
+
+async def _look(look: Callable[[], Result]) -> Result:
+    """Call a function that reads the kernel's tables in a thread.
+
+    Raises:
+        BackendError, Shortage: There is no thread, or no descriptor.
+        OSError: Any other error.
+    """
+    try:
+        return await run_in_thread(look)
+    except OSError as error:
+        check_shortage(error.errno)
+        raise

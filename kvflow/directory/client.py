@@ -61,7 +61,7 @@ class RegistryClient:
 
     Raises:
         ConfigError: The address is malformed.
-        Unreachable: This process has no sockets left.
+        Shortage: This process has no descriptors left.
     """
 
     def __init__(

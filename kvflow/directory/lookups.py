@@ -3,11 +3,10 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from kvflow.directory.client import RegistryClient
-from kvflow.errors import Unreachable
+from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
 from kvflow.state.decode.instances import MAX_LOOKUPS
 from kvflow.state.events import InstanceAddress, InstanceRef
@@ -25,7 +24,7 @@ UNUSED_S: Final = 30.0
 """Time without a lookup after which a connection to an address is closed."""
 
 OnFound = Callable[[InstanceRef, tuple[RankRecord, ...], int], None]
-OnLookUpRefused = Callable[[InstanceRef | None, str], None]
+OnLookUpRefused = Callable[[InstanceRef | None, str, bool], None]
 
 
 class Directories:
@@ -38,12 +37,12 @@ class Directories:
         log: Logger for the connections.
         context: Sockets, clock, and the means to parse long answers.
         on_found: Called with the instance looked up, its records by engine rank, and the number of the lookup.
-        on_refused: Called with an instance, or None for all names, and the reason if either end of the connection
-            rejects the other.
+        on_refused: Called with an instance, or None for all names, the reason if either end of the connection rejects
+            the other or there is no connection, and whether this process lacks the descriptors for one.
         trust: Own keys, and the keys that directories must have.
 
     Raises:
-        Unreachable: This process has no sockets left.
+        Shortage: This process has no descriptors left.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Directories:
         log: BoundLogger,
         context: ReadingContext,
         on_found: OnFound,
-        on_refused: OnLookUpRefused = lambda _instance, _detail: None,
+        on_refused: OnLookUpRefused = lambda _instance, _detail, _is_short: None,
         trust: Trust = PLAIN,
     ) -> None:
         self._now = context.ports.now
@@ -72,7 +71,7 @@ class Directories:
                 context,
                 self._take_named,
                 keys=trust.for_registry(),
-                on_refused=lambda detail: on_refused(None, detail),
+                on_refused=lambda detail: on_refused(None, detail, False),
             )
 
     def __len__(self) -> int:
@@ -81,8 +80,11 @@ class Directories:
     def look_up(self, instance: InstanceRef, number: int) -> None:
         """Send a Lookup for an instance, once."""
         if isinstance(instance, InstanceAddress):
-            with suppress(Unreachable):  # no socket left; the next lookup may get one
+            try:
                 self._client_at(instance).look_up(instance.name, number)
+            except Shortage as error:  # the next lookup may get a socket
+                self._context.count("descriptor_shortage", detail=str(error))
+                self._on_refused(instance, str(error), True)
         elif self._registry is not None:
             self._registry.look_up(instance, number)
 
@@ -120,7 +122,7 @@ class Directories:
                 self._context,
                 take,
                 keys=self._trust.for_address(instance.name),
-                on_refused=lambda detail: self._on_refused(instance, detail),
+                on_refused=lambda detail: self._on_refused(instance, detail, False),
             )
         self._at[instance] = (client, now)
         self._at.move_to_end(instance)

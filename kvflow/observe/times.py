@@ -27,8 +27,9 @@ class StageTimes:
     """Durations by stage.
 
     What is measured: `bootstrap` checking a Hello (prefill) or compiling routes (decode); `enqueue` the wait of a piece
-    for its turn; `planning` one plan; `submit` one post, from the call to its end; `aggregate` from the first to the
-    last notice of a transfer, and scattering a packed piece.
+    for its turn; `planning` one plan; `submit` one post, from the call to its end, less the time for which the engine
+    kept the event loop from running; `aggregate` from the first to the last notice of a transfer, and scattering a
+    packed piece.
     """
 
     stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvflow.backends.base import Backend
 from kvflow.config import check_needs_trust
-from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Stage, Unreachable
+from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Shortage, Stage, Unreachable
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
 from kvflow.geometry.layout import KVLayout
@@ -244,8 +244,11 @@ class PeerConnections:
                 keys=self._trust.for_instance(peer.rank.instance),
                 on_refused=lambda detail: dispatch(ev.ConnectionRefused(peer, detail)),
             )
-        except (ConfigError, Unreachable) as error:
-            dispatch(ev.ConnectFailed(peer, str(error)))
+        except (ConfigError, Shortage) as error:
+            is_short = isinstance(error, Shortage)
+            if is_short:
+                self._context.anomalies.count("descriptor_shortage", peer, detail=str(error))
+            dispatch(ev.ConnectFailed(peer, str(error), is_short))
 
     def renew(self, trust: Trust) -> None:
         """Use these keys from now on."""

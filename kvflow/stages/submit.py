@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvflow.aio.pulse import Pulse
 from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.geometry.blocks import Blocks
@@ -21,6 +22,7 @@ class _Post(NamedTuple):
     delivery: DeliveryId
     seq: int
     began: float
+    held_s: float
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class Submit:
         self._in_band = backend.capabilities.in_band_notices
         self._posts: dict[int, _Post] = {}
         self._num_posts = 0
+        self._pulse = Pulse(context.now)
         self._has_lingered = False
         self.direct, self.packed = PathTotals(), PathTotals()
 
@@ -63,6 +66,10 @@ class Submit:
     def may_still_land(self) -> bool:
         """Whether a post is in flight or has lingered, so that bytes may still land. Also valid for a broken rank."""
         return self._has_lingered or bool(self._posts)
+
+    def close(self) -> None:
+        """Stop measuring posts that do not end. May be called twice."""
+        self._pulse.stop()
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece, and dispatch PostEnded when the post has ended.
@@ -78,7 +85,8 @@ class Submit:
         totals = self.direct if notice.staged is None else self.packed
         totals.num_posts += 1
         totals.num_bytes += notice.num_bytes
-        self._posts[post_id] = _Post(delivery, seq, self._context.now())
+        self._pulse.start()
+        self._posts[post_id] = _Post(delivery, seq, self._context.now(), self._pulse.held_s)
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
@@ -95,8 +103,11 @@ class Submit:
                     self._context.anomalies.count("end_of_unknown_post", post_id=post_id, detail=error)
                     return
                 self._has_lingered |= lingers
-                delivery, seq, began = post
-                self._context.times.add(Stage.SUBMIT, self._context.now() - began)
+                delivery, seq, began, held_s = post
+                held_s = self._pulse.held_s - held_s  # by the engine, not by the transport
+                if not self._posts:
+                    self._pulse.stop()
+                self._context.times.add(Stage.SUBMIT, max(0.0, self._context.now() - began - held_s))
                 failure = None
                 if error is not None:
                     failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, error)
@@ -106,7 +117,7 @@ class Submit:
                 if post is None:
                     self._context.anomalies.count("doubt_of_unknown_post", post_id=post_id, detail=error)
                     return
-                delivery, seq, _ = post
+                delivery, seq, *_ = post
                 failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, error)
                 self._context.dispatch(ev.PostInDoubt(delivery, seq, failure))
             case _:

@@ -450,10 +450,11 @@ class ConnectedRank(msgspec.Struct, frozen=True):
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):
-    """Connecting to a prefill rank failed: its address is unusable, or this process has run out of sockets."""
+    """Connecting to a prefill rank failed: its address is unusable, or this process lacks descriptors (`is_short`)."""
 
     peer: PeerId
     detail: str
+    is_short: bool = False
 
 
 class ConnectionRefused(msgspec.Struct, frozen=True):
@@ -464,14 +465,16 @@ class ConnectionRefused(msgspec.Struct, frozen=True):
 
 
 class LookUpRefused(msgspec.Struct, frozen=True):
-    """The directory rejected this rank's key, or the reverse. The shell keeps retrying.
+    """The directory rejected this rank's key, or the reverse, or there is no connection. The shell keeps retrying.
 
     Attributes:
         instance: Reference that was, or could be, looked up there; None for all names.
+        is_short: This process lacks the descriptors for a connection.
     """
 
     instance: InstanceRef | None
     detail: str
+    is_short: bool = False
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):

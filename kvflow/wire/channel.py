@@ -25,8 +25,9 @@ import anyio
 import zmq
 
 from kvflow.config import check_bind, join_address, split_address
-from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
+from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
+from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
 from kvflow.wire.backlog import Backlog
 from kvflow.wire.codec import MAX_REQUEST_BYTES
@@ -61,6 +62,15 @@ KEEPALIVE_S: Final = 60
 class ZmqControl:
     """Control sockets over TCP, see `kvflow.ports.ControlChannel`."""
 
+    def reserve(self) -> None:
+        """Start libzmq's threads, and fill the reserve of descriptors.
+
+        Raises:
+            Shortage: This process cannot have them.
+        """
+        sockets.start()
+        descriptors.fill()
+
     def listen(
         self,
         bind: str,
@@ -74,6 +84,7 @@ class ZmqControl:
 
         Raises:
             ConfigError: The address is malformed or cannot be bound, or the host to advertise is invalid.
+            Shortage: This process lacks descriptors or threads.
         """
         return ZmqListener(bind, advertise, on_message, trust, on_refused)
 
@@ -90,7 +101,7 @@ class ZmqControl:
 
         Raises:
             ConfigError: The address is malformed.
-            Unreachable: This process has no sockets left.
+            Shortage: This process has no descriptors left.
         """
         return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused)
 
@@ -147,6 +158,7 @@ class ZmqListener:
         try:
             self._fd, self._port_fd, host, port = _bind(*split_address("bind", bind))
         except OSError as error:
+            check_shortage(error.errno)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         self.endpoint = join_address(advertise or host, port)
         self._address = join_address(host, port)
@@ -161,11 +173,14 @@ class ZmqListener:
             if not trust.is_plain:
                 self._authenticator = ZapAuthenticator(trust, partial(on_refused, "key_refused"))
             self._open()
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, Shortage) as error:
             if self._authenticator is not None:
                 self._authenticator.close()
             os.close(self._fd)
             os.close(self._port_fd)
+            if isinstance(error, Shortage):
+                raise
+            check_shortage(error.errno)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
         ports.add(self._port_fd)
 

@@ -18,8 +18,9 @@ from typing import Final, NamedTuple
 import zmq
 
 from kvflow.config import split_address
-from kvflow.errors import ConfigError, Unreachable
+from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.ports import OnRefused
+from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
 from kvflow.wire.backlog import Backlog
 from kvflow.wire.curve import be_client
@@ -52,6 +53,10 @@ any other event counts as a protocol failure."""
 
 PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 """Error numbers with HANDSHAKE_FAILED_NO_DETAIL that mean that the peer hung up, rather than that time ran out."""
+
+DESCRIPTORS: Final = 5
+"""Descriptors of a connection: two for each attempt's sockets, one for its monitor, and one to look at it.
+"""
 
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
@@ -212,7 +217,7 @@ class ZmqConnection:
 
     Raises:
         ConfigError: The address is malformed.
-        Unreachable: This process has no sockets left.
+        Shortage: This process has no descriptors left.
     """
 
     def __init__(
@@ -242,6 +247,7 @@ class ZmqConnection:
         try:
             self._begin()
         except zmq.ZMQError as error:
+            check_shortage(error.errno)
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
 
     def send(self, payload: bytes) -> None:
@@ -351,16 +357,17 @@ class ZmqConnection:
         self._hang_up()
         try:
             self._begin()
-        except (zmq.ZMQError, Unreachable):
+        except (zmq.ZMQError, Shortage):
             self._redial_later(RECONNECT_MAX_MS)
 
     def _begin(self) -> None:
         """Start to connect, or to resolve the host name.
 
         Raises:
-            Unreachable: As in `_dial`.
+            Shortage: This process has no descriptors left.
             zmq.ZMQError: As in `_dial`.
         """
+        descriptors.draw(DESCRIPTORS)
         if self._keys is not None and not self._keys.servers:
             self._loop.call_soon(self._refuse_unlisted)
         elif _is_number(self._host):
@@ -387,14 +394,14 @@ class ZmqConnection:
             return
         try:
             self._dial(is_ipv6=socket.AF_INET not in found.result())
-        except (zmq.ZMQError, Unreachable):
+        except (zmq.ZMQError, Shortage):
             self._redial_later(RECONNECT_MAX_MS)
 
     def _dial(self, *, is_ipv6: bool) -> None:
         """Start to connect.
 
         Raises:
-            Unreachable: This process has no sockets left.
+            Shortage: This process has no descriptors left.
             zmq.ZMQError: libzmq rejects the address, or has no resources left.
         """
         made, monitor = self._make_sockets()
@@ -409,7 +416,8 @@ class ZmqConnection:
         """Create a socket and its monitor.
 
         Raises:
-            Unreachable: This process has no sockets left.
+            Shortage: This process has no descriptors left.
+            zmq.ZMQError: libzmq has no sockets left.
         """
         with ExitStack() as stack:
             try:
@@ -418,7 +426,8 @@ class ZmqConnection:
                 stack.callback(made.monitor, None, 0)
                 monitor = sockets.make_monitor(made, EVENTS)
             except zmq.ZMQError as error:
-                raise Unreachable("cannot create a socket", endpoint=self._endpoint, detail=str(error)) from error
+                check_shortage(error.errno)
+                raise
             stack.pop_all()
         return made, monitor
 

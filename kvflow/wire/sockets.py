@@ -12,6 +12,7 @@ from typing import Final
 import zmq
 
 from kvflow.errors import Unreachable
+from kvflow.resources import check_threads, descriptors
 from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 __all__ = [
@@ -72,10 +73,26 @@ Frames = list[bytes]
 Context = zmq.Context[ZmqSocket]
 
 
+CONTEXT_DESCRIPTORS: Final = 6
+"""Descriptors of a context: an event and an epoll instance for each of its two threads, its own event, and a socket's.
+"""
+
+CONTEXT_THREADS: Final = 2
+
+
 def new_context() -> Context:
-    """Create a context with the highest possible limit on its sockets."""
+    """Create a context with the highest possible limit on its sockets, and start its threads.
+
+    libzmq starts them with the first socket, and aborts the process if it cannot.
+
+    Raises:
+        Shortage: This process lacks descriptors or threads.
+    """
+    descriptors.draw(CONTEXT_DESCRIPTORS)
+    check_threads(CONTEXT_THREADS)
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    context.socket(zmq.PAIR).close(0)
     return context
 
 
@@ -103,6 +120,15 @@ class Sockets:
         self._names = itertools.count()
         os.register_at_fork(after_in_child=self._forget)
 
+    def start(self) -> Context:
+        """Return the shared context, with its threads running.
+
+        Raises:
+            Shortage: As in `new_context`.
+        """
+        self._context = self._context or new_context()
+        return self._context
+
     def make(self, kind: int, context: Context | None = None) -> ZmqSocket:
         """Create an unconnected socket.
 
@@ -112,11 +138,10 @@ class Sockets:
 
         Raises:
             zmq.ZMQError: This process has no file descriptors left.
+            Shortage: As in `start`.
         """
-        if context is None:
-            context = self._context = self._context or new_context()
         with _seeded():
-            made = context.socket(kind)
+            made = (context or self.start()).socket(kind)
         for option, value in (
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, QUEUE_MESSAGES),

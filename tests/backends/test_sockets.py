@@ -1,5 +1,6 @@
 """Proofs that nothing from an ended process is in flight any more."""
 
+import errno
 import socket
 import subprocess
 import sys
@@ -271,3 +272,18 @@ async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others(monkeypatch
             scope.cancel()
     monkeypatch.setattr(Looks, "num_dry", 10)
     await dry.wait()
+
+
+async def test_a_shortage_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the connections."""
+    answers = iter([OSError(errno.EMFILE, "none"), OSError(errno.ENFILE, "none"), None])
+    look = Connections.are_dry
+
+    def short(connections: Connections) -> bool:
+        if (error := next(answers)) is not None:
+            raise error
+        return look(connections)
+
+    monkeypatch.setattr(Connections, "are_dry", short)
+    await SocketDrainCheck(of_domain=True).wait()
+    assert next(answers, "all were used") == "all were used"

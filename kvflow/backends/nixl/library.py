@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Final
 
 from kvflow.errors import BackendUnavailable
+from kvflow.resources import with_shortage
 
 __all__ = ["ENGINE_CONFIG", "default_environment", "error_text", "load"]
 
@@ -72,4 +73,4 @@ def load(environment: Mapping[str, str] | None = None) -> ModuleType:
 
 def error_text(error: Exception) -> str:
     """Return the type and text of an exception; the text of a NIXL exception is only the name of a status."""
-    return f"{type(error).__name__}: {error}"
+    return with_shortage(f"{type(error).__name__}: {error}")

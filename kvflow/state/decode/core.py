@@ -189,11 +189,12 @@ class DecodeCore:
                 return self.instances.compiled(event, now)
             case ev.ConnectFailed():
                 self.peers.open_failed(event.peer)
-                return [CountAnomaly("connect_failed", event.peer)]
+                self.instances.connect_failed(event)
+                return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
             case ev.ConnectionRefused():
                 return self._connection_refused(event.peer, event.detail, now)
             case ev.LookUpRefused():
-                self.instances.look_up_refused(event.instance, event.detail)
+                self.instances.look_up_refused(event)
                 return []
             case ev.ConnectionLost():
                 return self._connection_lost(event.peer, now)

@@ -30,9 +30,11 @@ from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
 from kvflow.state.events import (
     ConnectedRank,
+    ConnectFailed,
     InstanceAddress,
     InstanceFound,
     InstanceRef,
+    LookUpRefused,
     RoutesCompiled,
 )
 from kvflow.state.settings import DecodeSettings
@@ -139,7 +141,8 @@ class Instances:
         is_news = issuer is not None and issuer not in instance.peers
         if instance.failure is not None and not is_ready and not is_news:
             detail = f"{instance} could not be reached; retrying: {instance.failure.detail}"
-            return [*effects, *self._rooms.fail(room, self._failure(FailureReason.PEER_FAILING, detail), now)]
+            reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.PEER_FAILING
+            return [*effects, *self._rooms.fail(room, self._failure(reason, detail), now)]
         waiting = Waiting(room, self._number, now + self._timeouts.handshake_s)
         instance.waiting[room.generation] = waiting
         self._fail_rooms_at(instance, waiting.fails_at)
@@ -193,7 +196,7 @@ class Instances:
         if instance is None:
             return []
         effects = self._fail_outdated(instance, event, now)
-        instance.found, instance.refusal = event, ""
+        instance.found, instance.refusal, instance.is_short = event, "", False
         if not _is_complete(event.records):
             return effects
         name = event.records[0].peer.rank.instance
@@ -353,11 +356,18 @@ class Instances:
         record = next(record for record in instance.records if record.peer == peer)
         return self._refused(instance, f"rank {peer.rank} at {record.endpoint}: {detail}", now)
 
-    def look_up_refused(self, ref: InstanceRef | None, detail: str) -> None:
-        """Record why a directory refuses lookups of an instance, or of all registry names if `ref` is None."""
+    def look_up_refused(self, event: LookUpRefused) -> None:
+        """Record why an instance, or any registry name, cannot be looked up."""
         for instance in self._instances:
-            if instance.ref == ref or (ref is None and not isinstance(instance.ref, InstanceAddress)):
-                instance.refusal = detail
+            is_named = not isinstance(instance.ref, InstanceAddress)
+            if instance.ref == event.instance or (event.instance is None and is_named):
+                instance.refusal, instance.is_short = event.detail, event.is_short
+
+    def connect_failed(self, event: ConnectFailed) -> None:
+        """Record that this process lacks what a connection to a rank takes."""
+        instance = self._instances.of(event.peer)
+        if instance is not None and event.is_short:
+            instance.refusal, instance.is_short = event.detail, True
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
@@ -477,6 +487,7 @@ class Instances:
     def _connected(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Serve the waiting rooms, unless the connection to a rank that has accepted its Hello broke meanwhile."""
         instance.apply(InstanceSignal.CONNECTED)
+        instance.is_short = False
         if not self._is_ready(instance):
             return []
         self._timers.clear(RetryLookup(instance.number))
@@ -527,7 +538,8 @@ class Instances:
             self._fail_rooms_at(instance, min(waiting.fails_at for waiting in instance.waiting.values()))
             return effects
         detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {self._obstacle(instance)}"
-        return [*effects, *self._give_up(instance, self._failure(FailureReason.UNREACHABLE, detail), now)]
+        reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.UNREACHABLE
+        return [*effects, *self._give_up(instance, self._failure(reason, detail), now)]
 
     def _mismatch(self, instance: Instance, room: Room) -> Failure | None:
         """Return why a room's ticket is stale, or why the room cannot be granted to the connected ranks."""
@@ -623,6 +635,8 @@ class Instances:
 
     def _obstacle(self, instance: Instance) -> str:
         """Return what delays the rooms of an instance."""
+        if instance.is_short:
+            return instance.refusal
         if instance.state is InstanceState.COMPILING:
             return "its routes are still being compiled"
         if instance.state is not InstanceState.LOOKING_UP:

@@ -74,7 +74,8 @@ class Instance:
         num_declines: Retransmissions of declines since it was connected, or since all were answered.
         wanted_at: When it was last requested.
         found: Last directory answer since the lookup began.
-        refusal: Why a directory rejects the lookup; empty if unknown.
+        refusal: Why a directory rejects the lookup, or why there is no connection; empty if unknown.
+        is_short: The latter: this process lacks descriptors.
     """
 
     def __init__(self, number: int, ref: InstanceRef, name: str | None, now: float) -> None:
@@ -99,6 +100,7 @@ class Instance:
         self.refused_at = 0.0
         self.found: InstanceFound | None = None
         self.refusal = ""
+        self.is_short = False
 
     def __str__(self) -> str:
         if isinstance(self.ref, InstanceAddress) and self.name is not None:

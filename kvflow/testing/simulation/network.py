@@ -494,6 +494,9 @@ class SimulatedChannel:
         self._network = network
         self._process = process
 
+    def reserve(self) -> None:
+        """Do nothing: processes lack no resources here."""
+
     def listen(
         self,
         bind: str,

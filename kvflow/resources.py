@@ -1,0 +1,151 @@
+"""Resources of this process that may run out: what is reserved, and which limit an error of the system means.
+
+A shortage here must not look like a silent peer, and libzmq and other libraries abort the process if they meet one
+while they start. So threads start when a rank opens, and some descriptors are kept for its first connections.
+"""
+
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+from kvflow.errors import Shortage, ThreadShortage
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["RESERVED", "Reserve", "check_shortage", "check_threads", "descriptors", "limit_of", "with_shortage"]
+
+RESERVED: Final = 12
+"""Descriptors kept open for the first contact with a peer: a lookup and a connection, each with its monitor."""
+
+DESCRIPTORS: Final = Path("/proc/self/fd")
+LIMITS: Final = {errno.EMFILE: "RLIMIT_NOFILE", errno.ENOMEM: "RLIMIT_MEMLOCK", errno.EAGAIN: "RLIMIT_NPROC"}
+SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+def check_shortage(number: int | None) -> None:
+    """Check that an error of the system does not mean that it has refused a resource.
+
+    Args:
+        number: The error number; None if there is none.
+
+    Raises:
+        Shortage: It does.
+    """
+    if number in SHORTAGES:
+        raise Shortage("this process is short of a resource", detail=_describe(number))
+
+
+def with_shortage(text: str) -> str:
+    """Add to the error text of a library that this process has no descriptors left, if so."""
+    try:
+        descriptors.fill()
+    except Shortage as error:
+        return f"{text}; {error}"
+    return text
+
+
+def _describe(number: int) -> str:
+    """Describe an error number by its name, the limit it means, and how much of that is in use."""
+    text = f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
+    limit = limit_of(LIMITS[number]) if number in LIMITS else ""
+    if number == errno.EMFILE:
+        return f"{text}: {limit}, {_num_open()} open"
+    return f"{text}: {limit}" if limit else text
+
+
+def limit_of(name: str) -> str:
+    """Return a limit of this process like "RLIMIT_NOFILE is 1024"; empty if it is unknown."""
+    if sys.platform == "win32" or not hasattr(resource, name):
+        return ""
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return f"{name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
+
+
+def check_threads(number: int) -> None:
+    """Check that this process may start some threads, by starting and ending them.
+
+    Raises:
+        ThreadShortage: It may not.
+    """
+    is_checked = threading.Event()
+    threads = [threading.Thread(target=is_checked.wait, daemon=True) for _ in range(number)]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise ThreadShortage("cannot start a thread", detail=f"{error}: {limit_of('RLIMIT_NPROC')}") from error
+    finally:
+        is_checked.set()
+        for thread in started:
+            thread.join()
+
+
+class Reserve:
+    """Descriptors kept open, so that they can be given up when others are needed. May be used from any thread.
+
+    Args:
+        size: How many to keep.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept: list[int] = []
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def fill(self) -> None:
+        """Keep as many as this object should.
+
+        Raises:
+            Shortage: There are not enough.
+        """
+        with self._lock:
+            self._fill(self._size)
+
+    def draw(self, number: int) -> None:
+        """Make a number of descriptors available to libraries, if necessary from those kept.
+
+        Raises:
+            Shortage: There are not enough.
+        """
+        with self._lock:
+            self._fill(number)
+            for _ in range(number):
+                os.close(self._kept.pop())
+
+    def _fill(self, needed: int) -> None:
+        """Keep as many as this object should, or at least as many as needed; otherwise as many as before."""
+        taken: list[int] = []
+        try:
+            while len(self._kept) + len(taken) < max(self._size, needed):
+                taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            if len(self._kept) + len(taken) < needed:
+                for fd in taken:
+                    os.close(fd)
+                check_shortage(error.errno)
+                raise
+        self._kept += taken
+
+    def _forget(self) -> None:
+        for fd in self._kept:
+            os.close(fd)
+        self._kept.clear()
+        self._lock = threading.Lock()
+
+
+def _num_open() -> str:
+    try:
+        return str(len(list(DESCRIPTORS.iterdir())))
+    except OSError:  # listing them takes one, too
+        return "all"
+
+
+descriptors: Final = Reserve(RESERVED)
+"""The reserve of this process."""
