@@ -203,7 +203,7 @@ class KvflowKVSender(End, CommonKVSender):
         """
         pools = self.kv_mgr.pools
         tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
-        pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], states)
+        pages = pools.pages(kv_indices) | pools.state_pages((0, tokens[1]), states)
         if self.transfer is not None:
             self._is_offered = True
             self.transfer.finish(tokens, pages, metadata=self.kv_mgr.metadata.read(metadata_row), ready=ready)
@@ -288,7 +288,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         self._metadata_row = -1 if aux_index is None else aux_index
         try:
             tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices))
-            pages = pools.pages(kv_indices) | pools.state_pages(tokens[1], state_indices)
+            pages = pools.pages(kv_indices) | pools.state_pages(tokens, state_indices)
             self.transfer.grant(tokens=tokens, pages=pages)
         except KvflowError as error:
             self._refuse(str(error))

@@ -50,11 +50,11 @@ class PoolMap:
         """Return the page tables of a chunk."""
         return dict.fromkeys(self._paged, kv_indices)
 
-    def state_pages(self, end: int, state_indices: Sequence[Any] | None) -> Tables:
+    def state_pages(self, tokens: tuple[int, int], state_indices: Sequence[Any] | None) -> Tables:
         """Return the page tables of a request's states; None where it has none.
 
         Args:
-            end: One past the last token of the request's last page.
+            tokens: First token of which pages are needed, and one past the last token of the request's last page.
             state_indices: Index lists in the order of `state_types`, or None.
 
         Raises:
@@ -66,7 +66,7 @@ class PoolMap:
         tables: Tables = {}
         for state, indices in zip(self._states, given, strict=True):
             flat = None if indices is None else np.asarray(indices).reshape(-1)
-            tables |= state.pages(end, flat, self.page_size)
+            tables |= state.pages(tokens, flat, self.page_size)
         return tables
 
 

@@ -1,4 +1,4 @@
-"""SGLang's `state_types` as components: sliding windows, the index of DSA, recurrent states. Pure."""
+"""SGLang's `state_types` as components: sliding windows, the index of DSA, recurrent states, opaque items. Pure."""
 
 import functools
 import math
@@ -12,21 +12,25 @@ from kvflow import LayoutError, PlanError, TokenPages
 from kvflow.engines.sglang.buffers import Buffer, Parts, Shard, buffers_in, keys_and_values, regions_of
 from kvflow.geometry import Component, OpaqueItem, PagePart, PageRows, Region
 
-__all__ = ["REFUSED", "State", "StateBuffers", "describe_state"]
+__all__ = ["REFUSED", "ROWS", "State", "StateBuffers", "describe_state"]
 
 REFUSED: Final = {
-    "dsa_tail": "its pointer lists do not say how many tokens its ring has",
-    "block_scale": "how scales are spread over heads is not said",
-    "block_scale_swa": "how scales are spread over heads is not said",
-    "qsa_pending": "pools of QSA have not been tried",
-    "qsa_compressed": "pools of QSA have not been tried",
-    "minimax_index_k": "pools of MiniMax have not been tried",
-    "minimax_dense_kv": "pools of MiniMax have not been tried",
-    "swa_ring": "pools of DeepSeek V4 have not been tried",
-    "c128_state": "pools of DeepSeek V4 have not been tried",
-    "request_row": "pools of DeepSeek V4 have not been tried",
+    "swa_ring": "only DeepSeek V4 has it, whose pools mix items of several layouts in one list",
+    "c128_state": "only DeepSeek V4 has it, whose pools mix items of several layouts in one list",
 }
 """Kinds of state that SGLang 0.5.23 has and kvflow does not move, with the reason."""
+
+ROWS: Final = {"dsa_tail": 6, "qsa_pending": 1, "request_row": 1}
+"""Kinds with one row per request, and how many indices SGLang gives for it; the first is the row. The others of
+`dsa_tail` name the live part of its ring; the whole ring is moved, so both sides need rings of the same size."""
+
+PAGED: Final = frozenset(
+    {"block_scale", "block_scale_swa", "qsa_compressed", "minimax_index_k", "minimax_dense_kv"},
+)
+"""Kinds with one item per page, of unknown content."""
+
+LIKE_MAIN: Final = frozenset({"dsa_tail", "block_scale"})
+"""Kinds with a list of items of each layer of the main pool, one list after the other, without layer numbers."""
 
 ORDERS: Final = {"nhd": "NHD", "hnd": "HND"}
 
@@ -85,32 +89,43 @@ class State(NamedTuple):
 
     Attributes:
         components: Its components in the layout; all have the same page table.
-        is_slot: A request has one slot of it; otherwise, pages up to its last token.
+        num_indices: Number of SGLang's indices if a request has one slot of it, of which the first is the slot; 0 if it
+            has pages up to its last token.
     """
 
     components: tuple[Component, ...]
-    is_slot: bool
+    num_indices: int = 0
 
-    def pages(self, end: int, indices: NDArray[Any] | None, page_size: int) -> dict[str, TokenPages | None]:
+    def pages(
+        self, tokens: tuple[int, int], indices: NDArray[Any] | None, page_size: int
+    ) -> dict[str, TokenPages | None]:
         """Return the page tables of a request.
 
         Args:
-            end: One past the last token of the request's last page.
-            indices: SGLang's indices: one slot, or as many pages as the state has for this request.
+            tokens: First token of which pages are needed, and one past the last token of the request's last page.
+            indices: SGLang's indices: those of one slot, or as many pages as the state has for this request.
             page_size: Tokens of a page.
 
         Raises:
             PlanError: A request has more than one slot.
         """
         names = [component.name for component in self.components]
-        if indices is None or not indices.size:
+        if not names or indices is None or not indices.size:
             return dict.fromkeys(names)
-        if self.is_slot:
-            if indices.size != 1:
-                raise PlanError("a request has one slot of a recurrent state", component=names[0], slots=indices.size)
+        if self.num_indices:
+            if indices.size != self.num_indices:
+                raise PlanError(
+                    "a request has one slot of this state",
+                    component=names[0],
+                    expected=self.num_indices,
+                    found=indices.size,
+                )
             rows = self.components[0].tokens_per_slot
-            return dict.fromkeys(names, TokenPages((0, rows), indices))
-        return dict.fromkeys(names, TokenPages((end - indices.size * page_size, end), indices))
+            return dict.fromkeys(names, TokenPages((0, rows), indices[:1]))
+        needed, end = tokens
+        start = max(needed, end - indices.size * page_size)
+        pages = indices[indices.size - (end - start) // page_size :]
+        return dict.fromkeys(names, TokenPages((start, end), pages) if start < end else None)
 
 
 def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Sequence[int]) -> State:
@@ -129,14 +144,44 @@ def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Seque
     state = StateBuffers.read(args, index)
     match state.kind:
         case "mamba":
-            return State((_recurrent(name, state, shard),), is_slot=True)
+            return State((_recurrent(name, state, shard),), num_indices=1)
         case "dsa" if shard.is_mla:
-            return State(_index(name, state, layers, args.page_size), is_slot=False)
+            return State(_index(name, state, layers, args.page_size))
         case "swa":
-            return State((_window(name, state, args, shard),), is_slot=False)
+            return State((_window(name, state, args, shard),))
+        case kind if kind in ROWS:
+            return State(_items(name, state, shard, layers, page_size=1), ROWS[kind])
+        case kind if kind in PAGED:
+            return State(_items(name, state, shard, layers, page_size=args.page_size))
         case _:
             reason = REFUSED.get(state.kind, "kvflow does not know it")
             raise LayoutError("kvflow does not move this state of SGLang", state=state.kind, reason=reason)
+
+
+def _items(
+    name: str, state: StateBuffers, shard: Shard, layers: Sequence[int], page_size: int
+) -> tuple[Component, ...]:
+    """Describe items of unknown content, which move as a whole; latents aside, between ranks of equal TP size.
+
+    A pipeline stage may have none.
+    """
+    buffers = state.buffers
+    if state.kind in LIKE_MAIN:
+        buffers = [one._replace(layer=layers[place % len(layers)]) for place, one in enumerate(buffers)]
+    elif shard.pp_size > 1 and not state.has_layers:
+        raise LayoutError("this state has no layer numbers, which pipeline stages need", state=state.kind)
+    seen = Counter[int]()
+    regions: tuple[Region, ...] = ()
+    for one in buffers:
+        tensor = f"item{seen[one.layer]}"
+        seen[one.layer] += 1
+        item = OpaqueItem(tensor) if shard.is_mla else OpaqueItem(f"{tensor} of {shard.tp_size} ranks", shard.tp_rank)
+        regions += regions_of([one], functools.partial(_same, item), page_size=page_size)
+    return (Component(name, regions, kind="slot" if state.kind in ROWS else "paged"),) if regions else ()
+
+
+def _same(item: OpaqueItem, _: Buffer) -> Parts:
+    return item
 
 
 def _window(name: str, state: StateBuffers, args: Any, shard: Shard) -> Component:

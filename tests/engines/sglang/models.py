@@ -36,14 +36,21 @@ class Held(NamedTuple):
     """The places of a request in the pools of a side.
 
     Attributes:
-        pages: Pages of the tokens behind the prefix.
+        whole: Pages of all tokens, those of the prefix included.
         window: Pages of a sliding window.
-        slot: Slot of a recurrent state.
+        slot: Slot of a recurrent state, or row of the request.
+        behind: Number of pages of the prefix.
     """
 
-    pages: Any
+    whole: Any
     window: Any
     slot: int
+    behind: int = 0
+
+    @property
+    def pages(self) -> Any:
+        """Pages of the tokens behind the prefix."""
+        return self.whole[self.behind :]
 
 
 def content(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -77,6 +84,7 @@ class Model:
     """
 
     is_mla = False
+    dtype = "bfloat16"
 
     def __init__(self, heads: int = 8, dim: int = 64, layers: int = 4, page: int = 16, draft: str = "") -> None:
         self.heads, self.dim, self.layers, self.page, self.draft_sides = heads, dim, layers, page, draft.split()
@@ -118,8 +126,8 @@ class Model:
         """Return the first token of a sliding window."""
         return prefix
 
-    def state_indices(self, held: Held) -> Any:
-        """Return SGLang's `state_indices`."""
+    def state_indices(self, held: Held, tokens: int) -> Any:
+        """Return SGLang's `state_indices`, as its `_full_kv_pages_payload` and similar functions do."""
         return None
 
     def cells(
@@ -173,8 +181,14 @@ class Latent(Model):
         self.index = index
 
     def pool(self, rank: Rank) -> Any:
+        if self.index:
+            return pools.DSATokenToKVPool(**self.sizes(rank), index_head_dim=128, kv_cache_dim=576)
+        return pools.MLATokenToKVPool(**self.sizes(rank))
+
+    def sizes(self, rank: Rank) -> dict[str, Any]:
+        """Return the arguments of every pool of latents."""
         layers = self.span(rank)
-        common: dict[str, Any] = {
+        return {
             "size": self.page * PAGES,
             "page_size": self.page,
             "dtype": torch.bfloat16,
@@ -185,11 +199,8 @@ class Latent(Model):
             "enable_memory_saver": False,
             "start_layer": layers.start,
         }
-        if self.index:
-            return pools.DSATokenToKVPool(**common, index_head_dim=128, kv_cache_dim=576)
-        return pools.MLATokenToKVPool(**common)
 
-    def state_indices(self, held: Held) -> Any:
+    def state_indices(self, held: Held, tokens: int) -> Any:
         return [held.pages] if self.index else None
 
     def cells(
@@ -229,7 +240,7 @@ class Window(Model):
     def window_start(self, tokens: int, prefix: int) -> int:
         return max(prefix, tokens - self.size) // self.page * self.page
 
-    def state_indices(self, held: Held) -> Any:
+    def state_indices(self, held: Held, tokens: int) -> Any:
         return [held.window]
 
     def cells(
@@ -256,6 +267,10 @@ class Recurrent(Model):
         self.groups = [4096] * 3 if kimi else [2048, 2048, 4096]
 
     def pool(self, rank: Rank) -> Any:
+        return pools.HybridLinearKVPool(**self.sizes(rank))
+
+    def sizes(self, rank: Rank) -> dict[str, Any]:
+        """Return the arguments of every pool with recurrent states."""
         common = {"tp_world_size": rank.tp_size, "num_heads": 32, "head_dim": 128}
         if self.kimi:
             shape = states.KimiLinearStateShape.create(**common, num_k_heads=32, head_k_dim=128, conv_kernel_size=4)
@@ -270,20 +285,20 @@ class Recurrent(Model):
                 conv_shard_groups=self.groups,
             )
             params = states.Mamba2CacheParams(shape=shape, layers=[0, 1, 2])
-        return pools.HybridLinearKVPool(
-            size=self.page * PAGES,
-            dtype=torch.bfloat16,
-            page_size=self.page,
-            head_num=max(1, self.heads // rank.tp_size),
-            head_dim=self.dim,
-            full_attention_layer_ids=[3],
-            device="cpu",
-            mamba_pool=pools.MambaPool(
+        return {
+            "size": self.page * PAGES,
+            "dtype": torch.bfloat16,
+            "page_size": self.page,
+            "head_num": max(1, self.heads // rank.tp_size),
+            "head_dim": self.dim,
+            "full_attention_layer_ids": [3],
+            "device": "cpu",
+            "mamba_pool": pools.MambaPool(
                 size=8, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 1, 2], device="cpu"
             ),
-        )
+        }
 
-    def state_indices(self, held: Held) -> Any:
+    def state_indices(self, held: Held, tokens: int) -> Any:
         return [np.array([held.slot])]
 
     def cells(

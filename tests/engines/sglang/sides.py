@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.utils import (
 
 from kvflow.engines.sglang import manager as adapter
 from tests.engines.sglang.models import MODELS, PAGES, Held, Model, Rank
+from tests.engines.sglang.opaque import OPAQUE
 
 __all__ = ["FIRST_TOKEN", "Side", "leftovers", "prepare", "reason_of"]
 
@@ -117,7 +118,7 @@ def describe(pool: Any, draft: Any, model: Model, rank: Rank, side: str) -> tupl
         num_hidden_layers=model.layers,
     )
     setup_state_kv_args(args, pool, draft, model.layers)
-    args.kv_cache_dtype_str, args.page_size, args.ib_device, args.rust_http_port = "bfloat16", model.page, "", None
+    args.kv_cache_dtype_str, args.page_size, args.ib_device, args.rust_http_port = model.dtype, model.page, None, None
     if side == "prefill":
         args.total_kv_head_num, args.kv_head_num = model.heads, max(1, model.heads // rank.tp_size)
         args.prefill_start_layer = rank.pp_rank * model.layers // rank.pp_size
@@ -139,7 +140,7 @@ class Side:
     """
 
     def __init__(self, mode: str, name: str, port: int, tp_size: int = 1, pp_size: int = 1) -> None:
-        self.mode, self.model, self.address = mode, MODELS[name](), f"127.0.0.1:{port}"
+        self.mode, self.model, self.address = mode, (MODELS | OPAQUE)[name](), f"127.0.0.1:{port}"
         self._args = prepare(mode, port, self.model)
         self._server = CommonKVBootstrapServer("127.0.0.1", port) if mode == "prefill" else None
         time.sleep(0.3 if self._server else 0)  # SGLang offers no way to tell when it listens
@@ -174,9 +175,10 @@ class Side:
         page = self.model.page
         first = self.model.window_start(tokens, prefix)
         return Held(
-            self._random.permutation(PAGES - 1)[: -(-(tokens - prefix) // page)].astype(np.int32) + 1,
+            self._random.permutation(PAGES - 1)[: -(-tokens // page)].astype(np.int32) + 1,
             self._random.permutation(PAGES - 1)[: -(-(tokens - first) // page)].astype(np.int32) + 1,
             int(self._random.integers(1, 8)),
+            prefix // page,
         )
 
     def end(self, number: int, room: int) -> Any:
@@ -225,7 +227,7 @@ class Side:
                 assert manager.try_ensure_parallel_info(self.address)
             ends = [self.end(number, room) for number in range(len(self.ranks))]
             for end in ends:
-                end.send_metadata(held.pages, 3, self.model.state_indices(held), decode_prefix_len=0)
+                end.send_metadata(held.pages, 3, self.model.state_indices(held, tokens), decode_prefix_len=0)
                 end.abort()
             while time.monotonic() < deadline and not all(end.is_abort_release_safe() for end in ends):
                 time.sleep(2e-4)
@@ -245,12 +247,13 @@ class Side:
         wait_for(ends, deadline, KVPoll.WaitingForInput)
         for number, end in enumerate(ends):
             if end.poll() == KVPoll.WaitingForInput:
-                self.offer(number, end, held, prefix, chunks)
+                self.offer(number, end, held, (prefix, tokens), chunks)
         wait_for(ends, deadline, KVPoll.Success)
         return ends
 
-    def offer(self, number: int, end: Any, held: Held, prefix: int, chunks: int) -> None:
-        """Send all chunks of a request."""
+    def offer(self, number: int, end: Any, held: Held, span: tuple[int, int], chunks: int) -> None:
+        """Send all chunks of a request, from the prefix to the last token."""
+        prefix, tokens = span
         found = end.pop_decode_prefix_len()
         assert found == prefix, (found, prefix)
         end.init(len(held.pages), 5)
@@ -258,7 +261,7 @@ class Side:
         self.metadata[number].output_ids[5, 0] = FIRST_TOKEN
         parts = np.array_split(held.pages, max(1, min(chunks, len(held.pages))))
         for place, part in enumerate(parts):
-            states = self.model.state_indices(held) if place == len(parts) - 1 else None
+            states = self.model.state_indices(held, tokens) if place == len(parts) - 1 else None
             end.send(part, states, num_kv_tokens=len(part) * self.model.page)
 
     def _receive(self, room: int, held: Held, tokens: int, prefix: int, _: int, deadline: float) -> list[Any]:
@@ -267,7 +270,7 @@ class Side:
             assert self.managers[number].try_ensure_parallel_info(self.address)
         ends = [self.end(number, room) for number in range(len(self.ranks))]
         for end in ends:
-            end.send_metadata(held.pages, 3, self.model.state_indices(held), decode_prefix_len=prefix)
+            end.send_metadata(held.pages, 3, self.model.state_indices(held, tokens), decode_prefix_len=prefix)
         wait_for(ends, deadline, KVPoll.Success)
         return ends
 

@@ -109,7 +109,7 @@ class Request:
     def _offer(self) -> None:
         for number, end in enumerate(self.ends):
             if self.side.mode == "prefill":
-                self.side.offer(number, end, self.held, 0, 2)
+                self.side.offer(number, end, self.held, (0, PAGES_EACH * self.side.model.page), 2)
             else:
                 end.send_metadata(self.held.pages, self.lane, None, decode_prefix_len=0)
 

@@ -115,7 +115,7 @@ def test_index_of_draft_layers_is_optional() -> None:
     decode = describe(args, Shard(1, is_mla=True))
     prefill = describe(with_state(kv_args(2, 1, groups=1), "dsa", [40, 40]), Shard(1, is_mla=True))
     assert {one.component for one in routes([prefill], decode)[0].slices} == {"kv", "dsa"}
-    assert set(decode.state_pages(32, [[1, 2]])) == {"dsa", "dsa_draft"}
+    assert set(decode.state_pages((0, 32), [[1, 2]])) == {"dsa", "dsa_draft"}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,34 @@ def test_windows_that_are_not_known_are_refused(layout: str | None, shard: Shard
     args = with_state(kv_args(2, groups=groups, swa_kv_cache_layout=layout), "swa", [PAGE * 8 * 64] * 4)
     with pytest.raises(LayoutError, match="sliding window"):
         describe(args, shard)
+
+
+def test_items_need_layers_in_stages_unless_they_are_those_of_the_main_pool() -> None:
+    stage = WHOLE._replace(pp_size=2, pp_rank=1)
+    with pytest.raises(LayoutError, match="layer numbers"):
+        describe(with_state(kv_args(2), "minimax_index_k", [64]), stage)
+    scales = describe(with_state(kv_args(2, prefill_start_layer=2), "block_scale", [64] * 4), stage)
+    assert [(key.layer, key.tensor[:5]) for key in scales.layout.regions() if key.component == "block_scale"] == [
+        (2, "item0"),
+        (3, "item0"),
+        (2, "item1"),
+        (3, "item1"),
+    ]
+
+
+def test_stage_may_have_no_items() -> None:
+    pools = describe(with_state(kv_args(2), "qsa_pending", []))
+    assert list(pools.layout.by_name) == ["kv"]
+    assert pools.state_pages((0, 16), [[3]]) == {}
+
+
+def test_rows_are_the_first_of_sglangs_indices_and_pages_of_a_prefix_are_not_needed() -> None:
+    args = with_state(with_state(kv_args(2), "dsa_tail", [64] * 4), "block_scale", [64] * 4)
+    pools = describe(args)
+    tables = pools.state_pages((48, 64), [[5, 2, 1, 0, 0, 6], [9, 8, 7, 6]])
+    found = {name: (one.tokens, list(one.pages)) for name, one in tables.items() if isinstance(one, TokenPages)}
+    assert found == {"dsa_tail": ((0, 1), [5]), "block_scale": ((48, 64), [6])}
+    assert pools.state_pages((64, 64), [[], [9, 8, 7, 6]]) == {"dsa_tail": None, "block_scale": None}
 
 
 def test_window_may_have_heads_on_the_outside() -> None:
@@ -180,21 +208,21 @@ def test_state_without_layers_is_refused_in_stages() -> None:
 def test_pages_of_states_end_with_the_request() -> None:
     args = with_state(kv_args(2, swa_kv_cache_layout="nhd"), "swa", [PAGE * 8 * 64] * 4)
     pools = describe(with_state(args, "mamba", [64], dim_per_tensor=[0], layer_ids=[0]))
-    tables = pools.state_pages(160, [np.array([5, 6]), [np.array([3])]])
+    tables = pools.state_pages((0, 160), [np.array([5, 6]), [np.array([3])]])
     window, slot = tables["swa"], tables["mamba"]
     assert isinstance(window, TokenPages)
     assert isinstance(slot, TokenPages)
     assert (window.tokens, list(window.pages)) == ((128, 160), [5, 6])
     assert (slot.tokens, list(slot.pages)) == ((0, 1), [3])
-    assert pools.state_pages(160, None) == {"swa": None, "mamba": None}
-    assert pools.state_pages(160, [[], None]) == {"swa": None, "mamba": None}
+    assert pools.state_pages((0, 160), None) == {"swa": None, "mamba": None}
+    assert pools.state_pages((0, 160), [[], None]) == {"swa": None, "mamba": None}
 
 
 @pytest.mark.parametrize("indices", [[[1, 2]], [[1], [2]]], ids=["two slots", "one state too many"])
 def test_indices_that_are_not_one_for_each_state_are_refused(indices: list[list[int]]) -> None:
     pools = describe(with_state(kv_args(2), "mamba", [64], dim_per_tensor=[0], layer_ids=[0]))
     with pytest.raises(PlanError):
-        pools.state_pages(16, indices)
+        pools.state_pages((0, 16), indices)
 
 
 def test_two_states_of_one_kind_are_two_components() -> None:

@@ -53,3 +53,30 @@ def test_draft_layers(pair: Deployment, name: str) -> None:
 def test_prefix_that_decode_has(pair: Deployment, name: str, tokens: int, prefix: int) -> None:
     pair.open(name, {}, {})
     check(pair, tokens, prefix, chunks=1 if tokens == prefix else 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "tokens", "prefix"),
+    [
+        ("dsa tail", {}, {}, 811, 256),
+        ("dsa tail", {"tp_size": 2}, {"tp_size": 1}, 812, 0),
+        ("dsa tail with extra entries", {"pp_size": 2}, {"tp_size": 2}, 811, 0),
+        ("mxfp8", {"tp_size": 2}, {"tp_size": 2}, 300, 128),
+        ("mxfp8 with a window", {}, {}, 300, 128),
+        ("minimax", {"tp_size": 2}, {"tp_size": 2}, 70, 32),
+        ("qsa", {"tp_size": 2}, {"tp_size": 2}, 70, 32),
+    ],
+)
+def test_states_whose_content_is_not_known(
+    pair: Deployment, name: str, prefill: dict[str, int], decode: dict[str, int], tokens: int, prefix: int
+) -> None:
+    """Whole items; those of a prefix that decode has are left alone, although SGLang lists them."""
+    pair.open(name, prefill, decode)
+    check(pair, tokens, prefix)
+
+
+@pytest.mark.parametrize("name", ["minimax", "mxfp8", "qsa"])
+def test_states_whose_content_is_not_known_need_equal_tp_sizes(pair: Deployment, name: str) -> None:
+    pair.open(name, {"tp_size": 2}, {"tp_size": 1})
+    with pytest.raises(AssertionError, match=r"TP|no prefill rank has this part"):
+        check(pair, tokens=70)
