@@ -173,7 +173,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(self._opened.statistics)
+        return self._call(lambda rank: rank.statistics())
 
     def quarantined(self) -> list[QuarantineRecord]:
         """List ended transfers whose pages may still be in use; see `kvflow.DecodeRank.quarantined`.
@@ -183,7 +183,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         Raises:
             LocalProtocolError: The rank is not open.
         """
-        return self._call(self._opened.quarantined)
+        return self._call(lambda rank: rank.quarantined())
 
     def release(self, which: RoomId | QuarantineRecord) -> None:
         """Release quarantined pages without proof; see `kvflow.DecodeRank.release`. Waits for the event loop.
@@ -194,7 +194,32 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         Raises:
             LocalProtocolError: It is not in quarantine, or the rank is not open.
         """
-        self._call(lambda: self._opened.release(which))
+        self._call(lambda rank: rank.release(which))
+
+    def ask(self, function: Callable[[AnyRank], Result]) -> "Future[Result]":
+        """Call a function with the async rank on the event loop, after all earlier calls, and do not wait.
+
+        A scheduler that must not wait can ask for `rank.quarantined()` so, and look at the result in a later step.
+
+        Args:
+            function: Called once; must not block the event loop.
+
+        Returns:
+            Its result, or what it has raised.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+        """
+        rank, result = self._opened, Future[Result]()
+
+        def call() -> None:
+            try:
+                result.set_result(function(rank))
+            except BaseException as error:  # noqa: BLE001 - raised to the caller, not on the event loop of all transfers
+                result.set_exception(error)
+
+        self._call_soon(call)
+        return result
 
     def reload_trust(self, trust: Trust | None = None) -> None:
         """Replace the keys; see `kvflow.DecodeRank.reload_trust`. Waits for the event loop.
@@ -206,7 +231,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             ConfigError: The keys cannot be read or used; nothing has changed.
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self._call(lambda: self._opened.reload_trust(trust))
+        self._call(lambda rank: rank.reload_trust(trust))
 
     def start_drain(self) -> None:
         """Refuse new work and let open transfers finish; see `kvflow.DecodeRank.start_drain`.
@@ -217,7 +242,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self._call(self._opened.start_drain)
+        self._call(lambda rank: rank.start_drain())
 
     @property
     def is_drained(self) -> bool:
@@ -299,23 +324,8 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         except RuntimeError as error:
             raise LocalProtocolError("rank is not open") from error
 
-    def _call(self, function: Callable[[], Result]) -> Result:
-        """Call a function on the event loop, after all earlier calls, and wait for the result.
-
-        Raises:
-            LocalProtocolError: The rank is not open.
-            BaseException: Whatever the function raises.
-        """
-        result: Future[Result] = Future()
-
-        def call() -> None:
-            try:
-                result.set_result(function())
-            except Exception as error:  # noqa: BLE001 - raised to the caller
-                result.set_exception(error)
-
-        self._call_soon(call)
-        return result.result()
+    def _call(self, function: Callable[[AnyRank], Result]) -> Result:
+        return self.ask(function).result()
 
 
 _opened: "weakref.WeakSet[BlockingRank[Any, Any]]" = weakref.WeakSet()

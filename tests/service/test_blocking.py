@@ -1,6 +1,5 @@
 """The blocking ranks, as a scheduler loop uses them: start, continue, poll."""
 
-import functools
 import os
 import selectors
 import subprocess
@@ -542,6 +541,16 @@ def test_a_quarantine_is_told_and_released_by_record_or_room() -> None:
         pair.decode.release(1)
 
 
+def test_what_is_asked_of_a_rank_raises_to_its_caller_alone() -> None:
+    def leave(_: object) -> None:
+        raise SystemExit("engine's own")
+
+    with pair_of_ranks() as pair:
+        with pytest.raises(SystemExit):
+            pair.decode.ask(leave).result()
+        assert pair.decode.ask(lambda rank: rank.quarantined()).result() == []
+
+
 def test_room_of_a_rank_that_drains_shows_in_the_outcome() -> None:
     with pair_of_ranks() as pair:
         pair.prefill.start_drain()
@@ -728,7 +737,7 @@ def test_a_room_that_warm_ups_use_is_an_engines_as_well() -> None:
             while sender.wanted is None:
                 time.sleep(1e-3)
             for rank in (prefill, decode):
-                assert not rank._call(functools.partial(rank._opened.warm_up, WARM_UP_ROOM))
+                assert not rank.ask(lambda rank: rank.warm_up(WARM_UP_ROOM)).result()
             sender.finish(TOKENS, PAGES, metadata=b"token")
             assert receiver.wait() is Outcome.SUCCESS
 

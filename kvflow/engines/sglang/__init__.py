@@ -7,5 +7,5 @@
   not K and V.
 - `metadata`: the first token and its details, as bytes.
 - `quarantine`: shows pages in quarantine to an operator, who can release them.
-- `settings`: settings that SGLang's command line lacks.
+- `settings`: settings that SGLang's command line lacks; `options`: what becomes of those that it has.
 """

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_device, get_parallel, process_model_config
 from typing_extensions import override
 
 import kvflow
@@ -24,6 +24,7 @@ from kvflow import Endpoint, Memory, Outcome
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
+from kvflow.engines.sglang.options import log_what_has_no_effect, refuse_unserved, transport_options
 from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import read_settings
 from kvflow.engines.trust import chosen_trust
@@ -57,8 +58,10 @@ class KvflowKVManager(CommonKVManager):
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
-        _refuse_unserved(disaggregation_mode)
+        refuse_unserved(disaggregation_mode)
+        log_what_has_no_effect()
         self.settings = read_settings(os.environ)
+        self._transport_options = transport_options(self.settings, args)
         self.pools: PoolMap = _describe(args, is_mla=bool(is_mla_backend), fingerprint=self.settings.fingerprint)
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         self._ends: dict[Any, End] = {}
@@ -128,7 +131,7 @@ class KvflowKVManager(CommonKVManager):
         settings = self.settings
         return {
             "backend": settings.backend,
-            "backend_options": settings.backend_options,
+            "backend_options": self._transport_options,
             "timeouts": settings.timeouts_for(wait_s),
             "limits": settings.limits_for(self.metadata.num_bytes),
             "staging_bytes": settings.staging_bytes,
@@ -274,35 +277,14 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
         sizes = f"{model.num_hidden_layers}x{model.hidden_size}"
         fingerprint = f"{model.hf_config.architectures[0]}/{sizes}/{args.kv_cache_dtype_str}/{args.kv_layout}"
     location = Location("DRAM", 0) if get_device().device == "cpu" else Location("VRAM", args.gpu_id)
+    # Rows that differ, such as those of an option that only one side has, could not be told apart in the metadata.
+    fingerprint += f"/metadata {'+'.join(map(str, args.aux_item_lens))}"
     return describe_pools(args, shard, fingerprint=fingerprint, location=location)
 
 
 def _is_vectorized() -> bool:
     """Return whether AITER may have reordered the pages of the main pool, which `KVArgs` does not show."""
     return bool(envs.SGLANG_USE_AITER.get()) and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() != "nhd"
-
-
-def _refuse_unserved(mode: Any) -> None:
-    """Reject unsupported configurations, before anything is opened.
-
-    Raises:
-        ConfigError: The configuration is not supported; the error names what is not.
-    """
-    parallel, disagg = get_parallel(), get_disagg()
-    unserved = {
-        "context parallelism": parallel.attn_cp_size > 1 or parallel.enable_cp_tp_group_sharing,
-        "decode context parallelism": parallel.attn_dcp_size > 1,
-        "sharding of the KV cache": parallel.enable_kv_cache_sharding,
-        "layer split of DSA's cache": parallel.enable_dsa_cache_layer_split,
-        "pipeline stages on decode": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,
-        "the allocation policy prefill_complete": disagg.disaggregation_decode_allocation_policy != "early",
-        "HiSparse": get_memory().enable_hisparse,
-        "the staging buffer of SGLang": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
-        "release of pages without a proof": not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
-    }
-    found = [name for name, is_used in unserved.items() if is_used]
-    if found:
-        raise kvflow.ConfigError("kvflow does not serve this configuration of SGLang", found=found)
 
 
 def _address(host: str, port: int) -> str:

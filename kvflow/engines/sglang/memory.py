@@ -10,7 +10,7 @@ All of them move in whole pages, as in SGLang, so page sizes must be equal on bo
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from kvflow.engines.sglang.states import State, describe_state
 from kvflow.geometry import BufferLists, Component, Location, layout_from_pointers
 
 __all__ = ["PoolMap", "describe_pools"]
+
+HOST_FIELDS: Final = tuple(
+    f"host_{pool}_{field}" for pool in ("kv", "state") for field in ("data_ptrs", "data_lens", "item_lens")
+)
 
 Tables = dict[str, NDArray[Any] | TokenPages | None]
 
@@ -108,6 +112,11 @@ def _refuse_unknown(args: Any, shard: Shard) -> None:
         raise LayoutError("kvflow does not move these pools of SGLang", reason="DeepSeek V4 has not been tried")
     if getattr(args, "kv_buf_groups", None):
         raise LayoutError("kvflow does not move these pools of SGLang", reason="NPUs have not been tried")
+    if "fp4" in args.kv_cache_dtype_str:
+        raise LayoutError("kvflow does not move these pools of SGLang", reason="KVArgs lacks the block scales of FP4")
+    given = [name for name in HOST_FIELDS if getattr(args, name, None)]
+    if given:
+        raise LayoutError("kvflow does not receive into host memory", found=given)
     held = getattr(args, "kv_head_num", None)
     expected = shard.heads[1] - shard.heads[0]
     if not shard.is_mla and held and held != expected:

@@ -1,9 +1,10 @@
-"""SGLang's metadata buffers (first token, logprobs, ...) as bytes sent with a transfer; they are in host memory."""
+"""SGLang's metadata buffers (first token, logprobs, ...) as bytes sent with a transfer."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 
-from kvflow import LocalProtocolError
+from kvflow import ConfigError, LocalProtocolError
 
 __all__ = ["MetadataRows"]
 
@@ -12,13 +13,20 @@ class MetadataRows:
     """Access to the rows of a request in all metadata buffers, concatenated.
 
     Args:
-        addresses: Address of each buffer.
+        addresses: Address of each buffer, which must stay valid.
         lengths: Bytes of each buffer.
         rows: Bytes of a row of each buffer.
+
+    Raises:
+        ConfigError: A buffer is not in memory that the CPU can read, as on NPUs.
     """
 
     def __init__(self, addresses: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> None:
-        self._buffers = list(zip(addresses, rows, strict=True))
+        _check_readable(addresses, lengths)
+        self._buffers = [
+            (memoryview((ctypes.c_char * length).from_address(address)).cast("B"), row)
+            for address, length, row in zip(addresses, lengths, rows, strict=True)
+        ]
         self._count = min((length // row for length, row in zip(lengths, rows, strict=True)), default=0)
         self.num_bytes = sum(rows)
 
@@ -29,7 +37,7 @@ class MetadataRows:
             LocalProtocolError: There are no such rows.
         """
         self._check(index)
-        return b"".join([ctypes.string_at(address + row * index, row) for address, row in self._buffers])
+        return b"".join([buffer[row * index : row * (index + 1)] for buffer, row in self._buffers])
 
     def write(self, index: int, data: bytes) -> None:
         """Write the rows of a request.
@@ -42,10 +50,30 @@ class MetadataRows:
         if len(data) != self.num_bytes:
             raise ValueError(f"metadata has {len(data)} bytes, and the buffers of this side {self.num_bytes}")
         start = 0
-        for address, row in self._buffers:
-            ctypes.memmove(address + row * index, data[start : start + row], row)
+        for buffer, row in self._buffers:
+            buffer[row * index : row * (index + 1)] = data[start : start + row]
             start += row
 
     def _check(self, index: int) -> None:
         if not 0 <= index < self._count:
             raise LocalProtocolError("metadata buffers have no such row", index=index, rows=self._count)
+
+
+def _check_readable(addresses: Sequence[int], lengths: Sequence[int]) -> None:
+    """Check the first and the last byte of each buffer: the kernel reports what would end the process with SIGSEGV."""
+    reader, writer = os.pipe()
+    try:
+        for address, length in zip(addresses, lengths, strict=True):
+            for place in (address, address + length - 1):
+                os.write(writer, (ctypes.c_char * 1).from_address(place))
+                os.read(reader, 1)
+    except OSError as error:
+        raise ConfigError(
+            "SGLang's metadata buffers are not in memory that the CPU can read",
+            address=hex(address),
+            cause=error.strerror,
+            hint="SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK and NPUs put them on the device",
+        ) from error
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -1,7 +1,9 @@
 """Pages in quarantine, for the operator of a server: a reminder in its log, and a way to release them."""
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,26 +32,36 @@ class QuarantineWatch:
         self._directory = None if directory is None else Path(directory)
         self._touched: dict[object, int] = {}
         self._look_at = self._remind_at = 0.0
+        self._asked: Future[list[QuarantineRecord]] | None = None
 
     def look(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
         """Check for pages to remind of and to release, if it is time. This is cheap while nothing is in quarantine.
+
+        It does not wait for the rank's event loop, but looks at the answer in a later call.
 
         Args:
             rank: The blocking rank.
             transfers: Its transfers whose pages are not safe.
             now: Monotonic seconds.
         """
+        if self._asked is not None and self._asked.done():
+            records, self._asked = self._asked.result(), None
+            self._check(rank, records, now)
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        records = rank.quarantined() if any(one.memory is Memory.QUARANTINED for one in transfers) else []
+        if not any(one.memory is Memory.QUARANTINED for one in transfers):
+            self._touched = {}
+        elif self._asked is None:
+            self._asked = rank.ask(lambda rank: rank.quarantined())
+
+    def _check(self, rank: Any, records: list[QuarantineRecord], now: float) -> None:
         if not self._touched:
             self._remind_at = now + REMIND_S
         self._touched = {one.key: self._touched.get(one.key, self._touched_at(one)) for one in records}
         for record in records:
             if self._touched_at(record) != self._touched[record.key]:
-                with suppress(LocalProtocolError):  # a proof has arrived meanwhile
-                    rank.release(record)
+                rank.ask(partial(_release, record))
         if records and now >= self._remind_at:
             self._remind_at = now + REMIND_S
             self._remind(records)
@@ -65,3 +77,8 @@ class QuarantineWatch:
         num_bytes = sum(record.num_bytes for record in records)
         oldest = max(records, key=lambda record: record.since_s)
         LOGGER.warning("%d bytes of %d requests are in quarantine; the oldest: %s", num_bytes, len(records), oldest)
+
+
+def _release(record: QuarantineRecord, rank: Any) -> None:
+    with suppress(LocalProtocolError):  # a proof has arrived meanwhile
+        rank.release(record)

@@ -1,6 +1,6 @@
 """Settings that SGLang's command line lacks: JSON in an environment variable, which its processes inherit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ Made = TypeVar("Made")
 __all__ = ["VARIABLE", "Settings", "read_settings"]
 
 VARIABLE: Final = "KVFLOW_SGLANG"
+IB_DEVICE: Final = "--disaggregation-ib-device"
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +48,43 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: bool = False
     allowed_hosts: tuple[str, ...] = ()
 
+    def options_for(
+        self, devices: Sequence[str], plugin: str | None, plugin_options: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return the options of the transport: those set here, and those that SGLang has for its own backends.
+
+        Args:
+            devices: RDMA devices of this rank's GPU; none to let the transport choose.
+            plugin: SGLang's choice of a NIXL plugin, if it was set.
+            plugin_options: SGLang's parameters of it.
+
+        Raises:
+            ConfigError: An option is set in both places to different values, or the transport cannot be told which
+                devices to use.
+        """
+        own: dict[str, Any] = {}
+        if self.backend == "nixl":
+            own = {"plugin": plugin} if plugin else {}
+            own["plugin_options"] = dict(plugin_options)
+        if devices:
+            if any(not name or ":" in name for name in devices):
+                raise ConfigError("devices must be named without ports", setting=IB_DEVICE, value=list(devices))
+            used = plugin or self.backend_options.get("plugin", "UCX")
+            match self.backend, used:
+                case "nixl", "UCX":  # which splits the list at these two characters, and appends port 1
+                    own["plugin_options"] = _merged(own["plugin_options"], {"device_list": ", ".join(devices)})
+                case "mooncake", _:
+                    own = {"protocol": "rdma", "devices": list(devices)}
+                case _:
+                    raise ConfigError(
+                        "kvflow cannot tell this transport which devices to use",
+                        setting=IB_DEVICE,
+                        value=list(devices),
+                        backend=self.backend,
+                        plugin=used if self.backend == "nixl" else None,
+                    )
+        return _merged(own, self.backend_options)
+
     def timeouts_for(self, wait_s: float) -> Timeouts:
         """Return timeouts with which SGLang decides how long a request waits for the other side.
 
@@ -79,6 +117,27 @@ def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) ->
         return kind(**values)
     except TypeError as error:
         raise ConfigError("unknown setting", setting=f"{VARIABLE}.{setting}", value=dict(values)) from error
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, with the options of plugins merged in turn.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    merged = dict(own)
+    for name, value in given.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
+            merged[name] = _merged(merged[name], value)
+        elif merged.setdefault(name, value) != value:
+            raise ConfigError(
+                "two settings contradict each other",
+                setting=f"{VARIABLE}.backend_options",
+                option=name,
+                value=value,
+                elsewhere=merged[name],
+            )
+    return merged
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

@@ -267,7 +267,10 @@ class Scheduler:
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
         logger, watch = logging.getLogger("kvflow.engines.sglang"), self.manager._quarantine
         logger.addHandler(handler)
-        watch.look(self.manager.rank, self.manager._ends, watch._remind_at)
+        due = watch._remind_at
+        watch.look(self.manager.rank, self.manager._ends, due)
+        watch._asked.exception(20)  # has been answered
+        watch.look(self.manager.rank, self.manager._ends, due)
         logger.removeHandler(handler)
         watch._look_at = 0.0
         return lines

@@ -100,7 +100,9 @@ def set_rank(rank: Rank) -> None:
     )
 
 
-def describe(pool: Any, draft: Any, model: Model, rank: Rank, side: str) -> tuple[KVArgs, MetadataBuffers]:
+def describe(
+    pool: Any, draft: Any, model: Model, rank: Rank, side: str, *, has_checksum: bool = False
+) -> tuple[KVArgs, MetadataBuffers]:
     """Fill `KVArgs` as SGLang's queues do."""
     args = KVArgs()
     args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank.tp_rank, rank.pp_rank, 0, 0
@@ -123,7 +125,13 @@ def describe(pool: Any, draft: Any, model: Model, rank: Rank, side: str) -> tupl
         args.total_kv_head_num, args.kv_head_num = model.heads, max(1, model.heads // rank.tp_size)
         args.prefill_start_layer = rank.pp_rank * model.layers // rank.pp_size
         args.prefill_end_layer = None
-    buffers = MetadataBuffers(ROWS, hidden_size=64, hidden_states_dtype=torch.bfloat16, max_sampling_mask_tokens=0)
+    buffers = MetadataBuffers(
+        ROWS,
+        hidden_size=64,
+        hidden_states_dtype=torch.bfloat16,
+        max_sampling_mask_tokens=0,
+        kv_checksum_enabled=has_checksum,
+    )
     args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = buffers.get_buf_infos()
     return args, buffers
 
@@ -137,13 +145,17 @@ class Side:
         port: Port of the bootstrap server.
         tp_size: Ranks that share the heads.
         pp_size: Pipeline stages.
+        has_checksum: SGLang's checksums are on, which adds a row of metadata.
     """
 
-    def __init__(self, mode: str, name: str, port: int, tp_size: int = 1, pp_size: int = 1) -> None:
+    def __init__(
+        self, mode: str, name: str, port: int, tp_size: int = 1, pp_size: int = 1, *, has_checksum: bool = False
+    ) -> None:
         self.mode, self.model, self.address = mode, (MODELS | OPAQUE)[name](), f"127.0.0.1:{port}"
         self._args = prepare(mode, port, self.model)
         self._server = CommonKVBootstrapServer("127.0.0.1", port) if mode == "prefill" else None
         time.sleep(0.3 if self._server else 0)  # SGLang offers no way to tell when it listens
+        self._has_checksum = has_checksum
         self.ranks = [Rank(tp_size, tp, pp_size, pp) for tp in range(tp_size) for pp in range(pp_size)]
         self.pools: list[Any] = []
         self.drafts: list[Any] = []
@@ -156,7 +168,7 @@ class Side:
     def _add(self, rank: Rank) -> None:
         set_rank(rank)
         pool, draft = self.model.pool(rank), self.model.draft(self.mode, rank)
-        args, metadata = describe(pool, draft, self.model, rank, self.mode)
+        args, metadata = describe(pool, draft, self.model, rank, self.mode, has_checksum=self._has_checksum)
         kind = get_kv_class(TransferBackend("kvflow"), KVClassType.MANAGER)
         self.managers.append(kind(args, DisaggregationMode(self.mode), self._args, self.model.is_mla))
         self.pools.append(pool)

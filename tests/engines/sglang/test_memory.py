@@ -33,8 +33,15 @@ def test_states_that_are_not_moved_are_refused_with_a_reason(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"mla_compression_ratios": [4, 128]}, {"kv_buf_groups": 3}, {"kv_head_num": 4}, {"num_draft_entries": 8}],
-    ids=["deepseek v4", "npu", "other heads", "draft alone"],
+    [
+        {"mla_compression_ratios": [4, 128]},
+        {"kv_buf_groups": 3},
+        {"kv_head_num": 4},
+        {"num_draft_entries": 8},
+        {"kv_cache_dtype_str": "fp4_e2m1"},
+        {"host_kv_data_ptrs": [4096]},
+    ],
+    ids=["deepseek v4", "npu", "other heads", "draft alone", "scales in no list", "host memory"],
 )
 def test_pools_that_are_not_known_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):

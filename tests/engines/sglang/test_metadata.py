@@ -1,5 +1,9 @@
 """Rows of metadata buffers as bytes, and the settings of the adapter."""
 
+import ctypes
+import mmap
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -41,6 +45,59 @@ def test_rows_of_other_buffers_are_refused() -> None:
     with pytest.raises(ValueError, match="19 bytes"):
         rows.write(1, bytes(19))
     assert arrays[0][1].tolist() == [3, 4, 5]
+
+
+def test_rows_that_the_cpu_cannot_read_are_refused() -> None:
+    """Reading them later would end the scheduler with SIGSEGV."""
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+        buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
+        libc, second = ctypes.CDLL(None, use_errno=True), ctypes.addressof(buffer) + mmap.PAGESIZE
+        assert libc.mprotect(ctypes.c_void_p(second), mmap.PAGESIZE, 0) == 0  # as device memory is to the CPU
+        with pytest.raises(ConfigError, match="CPU can read"):
+            MetadataRows([ctypes.addressof(buffer)], [len(memory)], [64])
+        del buffer
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "plugin", "expected"),
+    [
+        ({}, [], None, {"plugin_options": {"a": "1"}}),
+        ({}, ["mlx5_0", "mlx5_1"], None, {"plugin_options": {"a": "1", "device_list": "mlx5_0, mlx5_1"}}),
+        (
+            {"backend_options": {"plugin_options": {"b": "2"}, "inline_bytes": 5}},
+            [],
+            "UCX",
+            {"plugin": "UCX", "plugin_options": {"a": "1", "b": "2"}, "inline_bytes": 5},
+        ),
+        ({"backend": "mooncake"}, ["mlx5_0"], "UCX", {"protocol": "rdma", "devices": ["mlx5_0"]}),
+        ({"backend": "memory"}, [], "UCX", {}),
+    ],
+)
+def test_sglangs_options_reach_the_transport(
+    settings: dict[str, object], devices: list[str], plugin: str | None, expected: dict[str, object]
+) -> None:
+    read = read_settings({"KVFLOW_SGLANG": msgspec.json.encode(settings).decode()})
+    assert read.options_for(devices, plugin, {"a": "1"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices", "plugin"),
+    [
+        ({"backend": "memory"}, ["mlx5_0"], None),
+        ({}, ["mlx5_0"], "Mooncake"),
+        ({"backend_options": {"plugin": "GDS"}}, ["mlx5_0"], None),
+        ({"backend_options": {"plugin": "UCX"}}, [], "Mooncake"),
+        ({"backend_options": {"plugin_options": {"device_list": "mlx5_1"}}}, ["mlx5_0"], None),
+        ({"backend": "mooncake", "backend_options": {"protocol": "tcp"}}, ["mlx5_0"], None),
+        ({}, ["mlx5_0:1"], None),
+    ],
+)
+def test_options_that_cannot_reach_the_transport_are_refused(
+    settings: dict[str, object], devices: list[str], plugin: str | None
+) -> None:
+    read = read_settings({"KVFLOW_SGLANG": msgspec.json.encode(settings).decode()})
+    with pytest.raises(ConfigError):
+        read.options_for(devices, plugin, {})
 
 
 def test_settings_have_defaults_that_leave_waiting_to_sglang() -> None:
