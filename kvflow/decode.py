@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self, assert_never
@@ -47,7 +48,7 @@ from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
-from kvflow.transfer import Transfer, check_room
+from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust
 from kvflow.wire.hosts import default_host
 from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
@@ -193,7 +194,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
         opened = self._request(room, prefill, num_ranks, priority, capability)
-        wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+        try:
+            wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+        except KvflowError as error:
+            self._decline_soon(_declined(opened, self.failure(reason_of(error), str(error))))
+            raise
         return RoomReceiver(self, opened, wanted, label)
 
     def announce(  # noqa: PLR0913 - as above
@@ -235,6 +240,45 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         timeout_s = self._timeout(timeout_s, self.config.timeouts.announced_s)
         return RoomReceiver(self, msgspec.structs.replace(opened, timeout_s=timeout_s, is_announced=True), None, label)
 
+    def decline(
+        self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None
+    ) -> None:
+        """Tell prefill that a room will not be received here, so that it fails the room and frees its pages at once.
+
+        For a request that the engine itself rejects. A `receive` or `announce` that raises has already told prefill,
+        unless its arguments do not say whom. A room that is being received from the same instance is left alone: abort
+        it instead. Only queues, and may be called from any thread.
+
+        Args:
+            room: As in `receive`.
+            prefill: As in `receive`. A ticket may be for another model or protocol version.
+            detail: Why, for log lines and for the failure on the prefill side (reason `aborted`).
+            capability: As in `receive`; without a valid one, a prefill rank that requires it does not obey.
+
+        Raises:
+            ConfigError, TicketError, LocalProtocolError: As in `receive`.
+            RankBroken: The rank is broken.
+        """
+        self.check_usable()
+        room, instance, issuer, signed = self._meaning(room, prefill, is_declined=True)
+        signed = signed if capability is None else _check_capability(capability)
+        self._decline_soon(
+            ev.RoomDeclined(room, 0, instance, self.failure(FailureReason.ABORTED, detail), issuer, signed)
+        )
+
+    def _decline_soon(self, declined: ev.RoomDeclined) -> None:
+        """Pass a decline to the core on the event loop, under a new generation. May be called from any thread."""
+        if self._loop is None or not self.is_usable:
+            return
+        declined = msgspec.structs.replace(declined, generation=next(self._generations))
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self.dispatch, declined)
+
+    @override
+    def _note_refused(self, event: ev.DecodeEvent, failure: Failure) -> None:
+        if isinstance(event, ev.ReceiveOpened):
+            self._decline_soon(_declined(event, failure))
+
     def _request(
         self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int, capability: str | None
     ) -> ev.ReceiveOpened:
@@ -258,17 +302,23 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             capability=signed if capability is None else _check_capability(capability),
         )
 
-    def _meaning(self, room: RoomId | None, prefill: Prefill) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
+    def _meaning(
+        self, room: RoomId | None, prefill: Prefill, *, is_declined: bool = False
+    ) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
         """Return the room, the reference to its instance, and the ticket's issuer and capability, if there is a ticket.
+
+        If the room is declined, the ticket need not be usable.
 
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
         if isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
-            ticket.check(None if room is None else check_room(room), self.layout.fingerprint)
+            ticket.check_room(None if room is None else check_room(room))
             self._admit(ticket)
             instance = ev.InstanceAddress(ticket.address, ticket.issuer.rank.instance)
+            if not is_declined:
+                self._check_compatible(ticket, instance)
             return ticket.room, instance, ticket.issuer, ticket.capability
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
@@ -307,6 +357,19 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
         if denial := host_denial(ticket.address, self.config.allowed_hosts):
             raise TicketError("ticket address is not allowed", detail=denial, setting="allowed_hosts")
+
+    def _check_compatible(self, ticket: Ticket, instance: ev.InstanceRef) -> None:
+        """Check that a handshake with the issuer of a ticket can succeed; otherwise decline its room.
+
+        Raises:
+            TicketError: It cannot.
+        """
+        try:
+            ticket.check_compatible(self.layout.fingerprint)
+        except TicketError as error:
+            failure = self.failure(FailureReason.REFUSED, str(error))
+            self._decline_soon(ev.RoomDeclined(ticket.room, 0, instance, failure, ticket.issuer, ticket.capability))
+            raise
 
     @staticmethod
     def _timeout(timeout_s: float | None, default_s: float) -> float:
@@ -694,6 +757,10 @@ class RoomReceiver(Transfer):
     def _abort(self) -> None:
         detail = "the decode engine aborted the transfer"
         self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+
+
+def _declined(opened: ev.ReceiveOpened, failure: Failure) -> ev.RoomDeclined:
+    return ev.RoomDeclined(opened.room, 0, opened.instance, failure, opened.issuer, opened.capability)
 
 
 def _check_capability(capability: object) -> str:

@@ -448,6 +448,11 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._registry.withdraw(self.me)
 
     @override
+    def _note_refused(self, event: ev.PrefillEvent, failure: Failure) -> None:
+        if isinstance(event, ev.SendOpened) and failure.reason is FailureReason.CAPACITY:  # else its room is in use
+            self.dispatch(ev.SendRefused(event.room, failure))
+
+    @override
     def _settle_after_break(self) -> None:
         """Report all source pages as safe: a closed transport no longer reads them.
 

@@ -56,7 +56,7 @@ from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.system import system_ports
-from kvflow.transfer import Transfer, check_room
+from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
 from kvflow.wire.reading import ReadingContext
@@ -512,13 +512,14 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._num_unsettled += 1
         try:
             self.request(event)
-        except KvflowError:
+        except KvflowError as error:
             transfer.mark_refused()
             if self._error is None:
                 self._num_unsettled -= 1
             del self._transfers[key]
             if before is not None:
                 self._transfers[key] = before
+            self._note_refused(event, self.failure(reason_of(error), str(error)))
             raise
 
     def quarantined(self) -> list[QuarantineRecord]:
@@ -663,6 +664,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @abc.abstractmethod
     async def _own_host(self) -> str | None:
         """Return the host at which peers reach this process; None if unknown."""
+
+    @abc.abstractmethod
+    def _note_refused(self, event: AnyEvent, failure: Failure) -> None:
+        """Tell the other side that a transfer was refused here."""
 
     @abc.abstractmethod
     def _say_goodbye(self, failure: Failure) -> None:

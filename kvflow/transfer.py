@@ -6,13 +6,24 @@ from typing import Protocol
 
 from kvflow.aio.flag import Flag
 from kvflow.aio.shield import run_shielded
-from kvflow.errors import LocalProtocolError, TransferFailed
+from kvflow.errors import (
+    CapacityExceeded,
+    FailureReason,
+    KvflowError,
+    LocalProtocolError,
+    PagesInUse,
+    PlanError,
+    RankBroken,
+    RankDraining,
+    TicketError,
+    TransferFailed,
+)
 from kvflow.observe.trace import TransferLine
 from kvflow.room import MAX_ROOM_BYTES, RoomId, as_room
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
-__all__ = ["Transfer", "check_room"]
+__all__ = ["Transfer", "check_room", "reason_of"]
 
 
 MAX_LABEL = 256
@@ -40,6 +51,25 @@ def check_label(label: object) -> str | None:
     if label is None or (isinstance(label, str) and len(label) <= MAX_LABEL):
         return label
     raise LocalProtocolError(f"label must be a string of at most {MAX_LABEL} characters", label=label)
+
+
+def reason_of(error: KvflowError) -> FailureReason:
+    """Return the failure reason of a transfer that could not start."""
+    match error:
+        case CapacityExceeded():
+            return FailureReason.CAPACITY
+        case RankDraining():
+            return FailureReason.PEER_CLOSED
+        case RankBroken():
+            return FailureReason.BROKEN
+        case PagesInUse():
+            return FailureReason.PAGES_IN_USE
+        case PlanError():
+            return FailureReason.INVALID_PAGES
+        case TicketError():
+            return FailureReason.REFUSED
+        case _:
+            return FailureReason.PROTOCOL
 
 
 class TransferOwner(Protocol):

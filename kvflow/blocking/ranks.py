@@ -491,3 +491,15 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             capability=capability,
         )
         return BlockingReceiver(self, receiver)
+
+    def decline(
+        self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None
+    ) -> None:
+        """Tell prefill that a room will not be received here; see `kvflow.DecodeRank.decline`. Does not block.
+
+        Raises:
+            ConfigError, TicketError, LocalProtocolError: As in `receive`.
+            RankBroken: The rank is broken.
+        """
+        self._check_open()
+        self._opened.decline(room, prefill=prefill, detail=detail, capability=capability)

@@ -10,22 +10,14 @@ from typing_extensions import override
 
 from kvflow import decode, prefill
 from kvflow.decode import Handover
-from kvflow.errors import (
-    CapacityExceeded,
-    FailureReason,
-    KvflowError,
-    LocalProtocolError,
-    PagesInUse,
-    RankBroken,
-    RankDraining,
-)
+from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.tables import Memory, Outcome
-from kvflow.transfer import Transfer
+from kvflow.transfer import Transfer, reason_of
 from kvflow.wire.messages import Failure
 
 if TYPE_CHECKING:
@@ -128,7 +120,7 @@ class BlockingTransfer:
                 self._rank._note_begun(self)
         except KvflowError as error:
             self._transfer.mark_refused()
-            self._fail(_reason_of(error), error)
+            self._fail(reason_of(error), error)
             self._note_change()
 
     def _fail(self, reason: FailureReason, error: KvflowError) -> None:
@@ -176,21 +168,6 @@ def take_update(transfer: AnyTransfer) -> TransferUpdate[AnyTransfer] | None:
         return None
     transfer._told = news
     return update
-
-
-def _reason_of(error: KvflowError) -> FailureReason:
-    """Return the failure reason of a transfer that could not start."""
-    match error:
-        case CapacityExceeded():
-            return FailureReason.CAPACITY
-        case RankDraining():
-            return FailureReason.PEER_CLOSED
-        case RankBroken():
-            return FailureReason.BROKEN
-        case PagesInUse():
-            return FailureReason.PAGES_IN_USE
-        case _:
-            return FailureReason.PROTOCOL
 
 
 class BlockingSender(BlockingTransfer):
@@ -462,7 +439,7 @@ class BlockingReceiver(BlockingTransfer):
                 self._receiver.take_pages(wanted)
                 self._rank._note_begun(self)
         except KvflowError as error:
-            self._fail(_reason_of(error), error)
+            self._fail(reason_of(error), error)
             self._receiver.abort()
         self._queued = None  # last, so that `memory` stays HELD until the rank has the pages
 

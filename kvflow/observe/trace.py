@@ -32,6 +32,7 @@ __all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer"]
 
 STAGES: Final[dict[type, Stage]] = {
     ev.SendOpened: Stage.ENQUEUE,
+    ev.SendRefused: Stage.ENQUEUE,
     ev.ChunkOffered: Stage.ENQUEUE,
     ev.QuiesceAsked: Stage.ENQUEUE,
     ev.LeaseStarted: Stage.ENQUEUE,
@@ -48,6 +49,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.ReceiveOpened: Stage.BOOTSTRAP,
     ev.ReceiveGranted: Stage.ENQUEUE,
     ev.ReceiveAborted: Stage.AGGREGATE,
+    ev.RoomDeclined: Stage.BOOTSTRAP,
     ev.InstanceFound: Stage.BOOTSTRAP,
     ev.RoutesCompiled: Stage.BOOTSTRAP,
     ev.ConnectFailed: Stage.BOOTSTRAP,

@@ -89,7 +89,7 @@ class Authorizer:
             principal = self.principal_of(connection)
             is_within = self._hellos.take(principal, now) and self._hello_bytes.take(principal, now, num_bytes)
             return "" if is_within else "hello_over_budget"
-        if self._peer_at(connection) is None:
+        if self._peer_at(connection) is None and unread.kind is not Decline:  # it needs no handshake
             stranger = self.principal_of(connection) or connection
             if not self._strangers.take(stranger, now):
                 return "stranger_over_budget"
@@ -101,10 +101,14 @@ class Authorizer:
         """Return why a message must be rejected; empty if it is allowed."""
         if isinstance(message, Hello):
             return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
-        if not self.trust.capability_keys or not isinstance(message, Grant | Announce | Decline):
+        if not isinstance(message, Grant | Announce | Decline):
             return ""
         peer = self._peer_at(connection)
-        if peer is None:
+        if peer is None and isinstance(message, Decline) and message.peer is not None:
+            if not self.may_speak(connection, message.peer):
+                return self._other_name(connection, message.peer)
+            peer = message.peer
+        if peer is None or not self.trust.capability_keys:
             return ""
         return denial(
             self.trust.capability_keys,

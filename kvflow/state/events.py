@@ -59,10 +59,12 @@ __all__ = [
     "ReceiveOpened",
     "ReclaimAsked",
     "ReplyLost",
+    "RoomDeclined",
     "RoutesCompiled",
     "Scattered",
     "SendAborted",
     "SendOpened",
+    "SendRefused",
     "TimePassed",
     "TransportClosed",
     "TurnContinued",
@@ -156,6 +158,13 @@ class SendOpened(msgspec.Struct, frozen=True):
 
     room: RoomId
     has_lease: bool = True
+
+
+class SendRefused(msgspec.Struct, frozen=True):
+    """This rank has refused the engine's request to open a room, which therefore will not be sent."""
+
+    room: RoomId
+    failure: Failure
 
 
 class ChunkOffered(msgspec.Struct, frozen=True):
@@ -394,6 +403,21 @@ class ReceiveAborted(msgspec.Struct, frozen=True):
     failure: Failure
 
 
+class RoomDeclined(msgspec.Struct, frozen=True):
+    """The engine will not receive a room, or this rank has refused its request. The fields are as in `ReceiveOpened`.
+
+    Attributes:
+        failure: Why, for the prefill ranks.
+    """
+
+    room: RoomId
+    generation: int
+    instance: InstanceRef
+    failure: Failure
+    issuer: PeerId | None = None
+    capability: str = ""
+
+
 class InstanceFound(msgspec.Struct, frozen=True):
     """The directory answered a lookup.
 
@@ -577,6 +601,7 @@ class TimePassed(msgspec.Struct, frozen=True):
 
 PrefillEvent = (
     SendOpened
+    | SendRefused
     | ChunkOffered
     | QuiesceAsked
     | LeaseStarted
@@ -604,6 +629,7 @@ DecodeEvent = (
     ReceiveOpened
     | ReceiveGranted
     | ReceiveAborted
+    | RoomDeclined
     | InstanceFound
     | RoutesCompiled
     | ConnectFailed

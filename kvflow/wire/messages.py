@@ -459,12 +459,16 @@ class Decline(Message, frozen=True, tag="decline"):
         generation: As in Grant.
         failure: Why the room is declined.
         capability: As in Announce.
+        peer: The sender, if there was no handshake, for example because it is refused; else None.
+        to: The incarnation that is meant to receive this, together with `peer`.
     """
 
     room: WireRoom
     generation: Number
     failure: Failure
     capability: Capability = ""
+    peer: PeerId | None = None
+    to: PeerId | None = None
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):

@@ -116,18 +116,24 @@ class Ticket:
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
         return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability, read.signature)
 
-    def check(self, room: RoomId | None, fingerprint: str) -> None:
-        """Check that this ticket matches a request, and that a handshake with its issuer can succeed.
-
-        Args:
-            room: Room of the request; None for the room of the ticket.
-            fingerprint: Fingerprint of the decode rank's layout.
+    def check_room(self, room: RoomId | None) -> None:
+        """Check that this ticket matches a request; None stands for the room of the ticket.
 
         Raises:
-            TicketError: It is for a different room or model, or the two ranks support no common protocol version.
+            TicketError: It is for a different room.
         """
         if room is not None and room != self.room:
             raise TicketError("ticket is for a different room", room=room, ticket=self.room)
+
+    def check_compatible(self, fingerprint: str) -> None:
+        """Check that a handshake with its issuer can succeed.
+
+        Args:
+            fingerprint: Fingerprint of the decode rank's layout.
+
+        Raises:
+            TicketError: It is for a different model, or the two ranks support no common protocol version.
+        """
         lowest, highest = self.versions
         if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
             here = (OLDEST_VERSION, PROTOCOL_VERSION)

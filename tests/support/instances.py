@@ -256,24 +256,21 @@ async def deploy(
     registry_trust: kvflow.Trust | None = None,
 ) -> AsyncIterator[Deployment]:
     """Open a registry and both instances; `sending` and `receiving` are further settings of prefill and decode."""
-    common = {"backend": backend, "timeouts": timeouts, "limits": limits}
+    common: dict[str, object] = {"backend": backend, "timeouts": timeouts, "limits": limits}
     async with kvflow.Registry(trust=registry_trust) as registry, AsyncExitStack() as stack:
         deployment = Deployment(registry)
         for rank in range(prefill_tp):
             pool, faults = make_pool(prefill_tp, rank), FaultScript()
             transport: Backend | None = MemoryBackend(faults=faults) if backend == "memory" else None
-            sender = kvflow.PrefillRank(
-                prefill_config(registry.endpoint, rank, prefill_tp, **common, **(sending or {})), pool.layout, transport
-            )
+            config = prefill_config(registry.endpoint, rank, prefill_tp, **(common | dict(sending or {})))
+            sender = kvflow.PrefillRank(config, pool.layout, transport)
             deployment.prefill.append(await deployment.open(sender, stack))
             deployment.sources.append(pool)
             deployment.faults.append(faults)
         for rank in range(decode_tp):
             pool = make_pool(decode_tp, rank)
-            config = decode_config(
-                registry.endpoint, rank, decode_tp, digest_every=digest_every, **common, **(receiving or {})
-            )
-            receiver = kvflow.DecodeRank(config, pool.layout)
+            settings = common | {"digest_every": digest_every} | dict(receiving or {})
+            receiver = kvflow.DecodeRank(decode_config(registry.endpoint, rank, decode_tp, **settings), pool.layout)
             deployment.decode.append(await deployment.open(receiver, stack))
             deployment.targets.append(pool)
         yield deployment

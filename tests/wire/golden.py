@@ -89,7 +89,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         capability="signed",
     ),
     "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0, capability="signed"),
-    "decline": wm.Decline(room=7, generation=3, failure=FAILURE, capability="signed"),
+    "decline": wm.Decline(room=7, generation=3, failure=FAILURE, capability="signed", peer=DECODE, to=PREFILL),
     "notice": wm.Notice(
         room=7,
         generation=8,

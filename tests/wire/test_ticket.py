@@ -81,23 +81,23 @@ def test_numbers_as_keys_are_no_ticket() -> None:
 
 def test_long_fingerprints_are_compared_by_their_digest() -> None:
     ticket = Ticket.parse(Ticket(1, "tcp://h:1", ISSUER, "m" * 10_000).as_dict())
-    ticket.check(1, "m" * 10_000)
+    ticket.check_compatible("m" * 10_000)
     with pytest.raises(TicketError, match="different model"):
-        ticket.check(1, "m" * 9_999)
+        ticket.check_compatible("m" * 9_999)
 
 
 @pytest.mark.parametrize("versions", [(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2), (1, 1), (9, 1)])
 def test_versions_that_do_not_overlap_are_refused(versions: tuple[int, int]) -> None:
     ticket = Ticket(1, "tcp://h:1", ISSUER, "model", versions)
     with pytest.raises(TicketError, match="version"):
-        ticket.check(1, "model")
+        ticket.check_compatible("model")
 
 
 def test_what_is_meant_for_another_room_is_refused() -> None:
-    TICKET.check(None, "model")
-    TICKET.check(TICKET.room, "model")
+    TICKET.check_room(None)
+    TICKET.check_room(TICKET.room)
     with pytest.raises(TicketError, match="different room"):
-        TICKET.check(1, "model")
+        TICKET.check_room(1)
 
 
 def test_one_ticket_serves_for_every_room() -> None:

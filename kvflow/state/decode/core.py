@@ -169,10 +169,6 @@ class DecodeCore:
         match event:
             case ev.MessageReceived():
                 return self._message_received(event.peer, event.message, now)
-            case ev.NoticeDelivered():
-                effects = self.rooms.notice(event.notice, None, now)
-                self._reclaim_windows()
-                return effects
             case ev.ReceiveOpened():
                 self._leaving.check_open(event.room)
                 return self.instances.want(self.rooms.open(event, now), now)
@@ -183,6 +179,8 @@ class DecodeCore:
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.ReceiveAborted():
                 return self.rooms.abort(event.room, event.failure, now)
+            case ev.RoomDeclined():
+                return self.instances.decline_refused(event, now)
             case ev.InstanceFound():
                 return self.instances.found(event, now)
             case ev.RoutesCompiled():
@@ -208,10 +206,10 @@ class DecodeCore:
                 return []
             case ev.DigestsVerified():
                 return self.rooms.verified(event.generation, event.failure, now)
+            case ev.NoticeDelivered():
+                return self._with_windows(self.rooms.notice(event.notice, None, now))
             case ev.Scattered():
-                effects = self.rooms.scattered(event, now)
-                self._reclaim_windows()
-                return effects
+                return self._with_windows(self.rooms.scattered(event, now))
             case ev.QuarantineReleased(key):
                 return self.rooms.release(key, now)
             case ev.DrainStarted():
@@ -250,8 +248,8 @@ class DecodeCore:
             case Notice():
                 return self.rooms.notice(message, peer, now)
             case Drained():
-                self.instances.decline_answered(peer, message)
-                return self.rooms.drained(peer, message, now)
+                answered = self.instances.decline_answered(peer, message, now)
+                return [*answered, *self.rooms.drained(peer, message, now)]
             case Failed():
                 return self.rooms.failed(peer, message, now)
             case Pong():
@@ -367,6 +365,10 @@ class DecodeCore:
             *self.instances.lost(peer, now),
             *self._close_unless_awaited(peer, now),
         ]
+
+    def _with_windows(self, effects: list[DecodeEffect]) -> list[DecodeEffect]:
+        self._reclaim_windows()
+        return effects
 
     def _reclaim_windows(self) -> None:
         if self.windows.has_fenced:

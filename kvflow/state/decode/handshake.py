@@ -11,8 +11,10 @@ ticket of a terminated process fails its room, and a new process waits until its
 An announced room waits in the same way, and for the same time. Once it has pages, it is granted at once, unless a rank
 is unreachable at that moment.
 
-A room that fails before it is granted is declined: the core tells the instance not to hold its pages, as soon as it
-can, and repeats this until each rank has answered.
+A room that fails before it is granted is declined, and so is one that the engine or this rank refuses: the core tells
+the instance not to hold its pages, as soon as it can, and repeats this until each rank has answered. If the handshake
+fails, ranks are told without one: first the rank that was listed first, then, once it has answered, the others, because
+the directory may have named strangers.
 """
 
 import itertools
@@ -35,6 +37,7 @@ from kvflow.state.events import (
     InstanceFound,
     InstanceRef,
     LookUpRefused,
+    RoomDeclined,
     RoutesCompiled,
 )
 from kvflow.state.settings import DecodeSettings
@@ -75,6 +78,9 @@ MAX_DECLINED = 4_096
 
 MAX_BACKOFF = 8
 """The pause between retransmitted declines doubles up to this multiple of the first pause."""
+
+MAX_DECLINES = 6
+"""How often a decline is sent without a handshake."""
 
 
 class RetryLookup(msgspec.Struct, frozen=True):
@@ -165,7 +171,7 @@ class Instances:
         return []
 
     def decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Decline a room that was never granted, now or once its instance is connected.
+        """Decline a room that was never granted, now or once its instance is connected or the handshake has failed.
 
         Reachable ranks that received its announcement are told now.
         """
@@ -177,16 +183,35 @@ class Instances:
         self._stop_waiting(instance)
         if failure.reason is FailureReason.STALE_TICKET:  # no running process holds pages for it
             return []
-        instance.declined[opened.room] = declined = Declined(
-            opened.generation, failure, opened.issuer, {}, opened.capability
-        )
+        declined = Declined(opened.generation, failure, opened.issuer, {}, opened.capability)
+        return self._put_declined(instance, opened.room, declined, now, is_announced=bool(room.told))
+
+    def decline_refused(self, event: RoomDeclined, now: float) -> list[DecodeEffect]:
+        """Decline a room that the engine will not receive, or whose request this rank has refused.
+
+        A room of the same instance that is being received is not declined.
+        """
+        open_here = self._rooms.pending(event.room)
+        instance = self._instances.at(event.instance)
+        is_received = open_here is not None and self._instances.at(open_here.opened.instance) is instance
+        if is_received or (instance is None and not self._instances.make_room(event.instance)):
+            return []
+        self._rooms.note_declined(event.room, event.generation, event.failure)
+        effects = self.reconnect(event.instance, now)
+        declined = Declined(event.generation, event.failure, event.issuer, {}, event.capability)
+        return [*effects, *self._put_declined(self._instance_at(event.instance), event.room, declined, now)]
+
+    def _put_declined(
+        self, instance: Instance, room: RoomId, declined: Declined, now: float, *, is_announced: bool = False
+    ) -> list[DecodeEffect]:
+        instance.declined[room] = declined
         while len(instance.declined) > MAX_DECLINED:
             instance.declined.popitem(last=False)
-        if self._is_ready(instance):
+        if self._may_decline(instance):
             self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
-        elif not room.told:
+        elif not is_announced:
             return []
-        return self._decline(instance, opened.room, declined)
+        return self._decline(instance, room, declined)
 
     # Answers from the directory and the compiler ---------------------------------------------------------------------
 
@@ -391,18 +416,31 @@ class Instances:
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._look_up(instance, now)]
 
-    def decline_answered(self, peer: PeerId, drained: Drained) -> None:
+    def decline_answered(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
         """Note that a rank has answered a decline, if that is what it answers."""
         instance = self._instances.of(peer)
         declined = instance.declined.get(drained.room) if instance is not None else None
         if instance is None or declined is None or declined.generation != drained.generation:
-            return
+            return []
+        is_first = not declined.answered
         declined.answered[peer] = None
-        if all(other in declined.answered for other in instance.peers):
-            del instance.declined[drained.room]
-        if not instance.declined:
-            instance.num_declines = 0
-            self._timers.clear(DeclineUnanswered(instance.number))
+        if not all(other in declined.answered for other in instance.peers):
+            is_proof = is_first and not self._is_ready(instance)
+            return self._decline(instance, drained.room, declined) if is_proof else []
+        del instance.declined[drained.room]
+        return [] if instance.declined else self._stop_declining(instance, now)
+
+    def _stop_declining(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Forget declines that are answered, or never will be, and close connections that served only them."""
+        instance.declined.clear()
+        instance.num_declines = 0
+        self._timers.clear(DeclineUnanswered(instance.number))
+        effects: list[DecodeEffect] = []
+        for peer in instance.peers:
+            if peer not in self._peers and peer not in instance.hellos:
+                is_awaited = self._rooms.await_proof_of(peer)
+                effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
+        return effects
 
     @property
     def waiting(self) -> list[Room]:
@@ -432,10 +470,13 @@ class Instances:
                 return self._look_again(self._instances.numbered(number), now)
             case DeclineUnanswered(number):
                 instance = self._instances.numbered(number)
-                if not self._is_ready(instance):
+                if not self._may_decline(instance):
                     return []
                 instance.num_declines += 1
-                return self._send_declined(instance, now)
+                if instance.failure is None or instance.num_declines < MAX_DECLINES:
+                    return self._send_declined(instance, now)
+                is_refused = instance.failure.reason is FailureReason.REFUSED
+                return self._stop_declining(instance, now) if is_refused else []  # or when it is connected
             case HandshakeDeadline(number):
                 instance = self._instances.numbered(number)
                 instance.fails_at = None
@@ -561,9 +602,13 @@ class Instances:
             FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it issued the ticket ({issuer}): {detail}"
         )
 
+    def _may_decline(self, instance: Instance) -> bool:
+        """Return whether declines can be sent now: after the handshake, or without one if it has failed."""
+        return self._is_ready(instance) or (instance.failure is not None and bool(instance.records))
+
     def _send_declined(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Send all unanswered declines, and schedule their retransmission."""
-        if not instance.declined:
+        if not instance.declined or not self._may_decline(instance):
             return []
         times = min(2**instance.num_declines, MAX_BACKOFF)
         self._timers.set(DeclineUnanswered(instance.number), now + times * self._timeouts.retransmit_s)
@@ -580,13 +625,19 @@ class Instances:
         message = Decline(
             room=room, generation=declined.generation, failure=declined.failure, capability=declined.capability
         )
-        unanswered = [peer for peer in instance.peers if peer not in declined.answered]
-        return [
-            effect
-            for peer in unanswered
-            if self._peers.is_connected(peer)
-            for effect in self._peers.send(peer, message)
-        ]
+        effects: list[DecodeEffect] = []
+        is_proved = bool(declined.answered)
+        for record in instance.records:
+            if record.peer in declined.answered:
+                continue
+            if self._peers.is_connected(record.peer):
+                effects += self._peers.send(record.peer, message)
+            elif instance.failure is not None and (is_proved or record is instance.records[0]):
+                effects += self._peers.open(record.peer, record.endpoint)
+                effects += self._peers.send(
+                    record.peer, msgspec.structs.replace(message, peer=self._me, to=record.peer)
+                )
+        return effects
 
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])
@@ -602,13 +653,14 @@ class Instances:
     def _give_up(self, instance: Instance, failure: Failure, now: float) -> list[DecodeEffect]:
         """Fail all waiting rooms, and later ones at once, until the instance is connected."""
         is_news = instance.failure is None
-        instance.failure = failure
         instance.refused_at = now
         effects: list[DecodeEffect] = []
         waiting = list(instance.waiting.values())
         for room, *_ in waiting:
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
+        instance.failure = failure
+        effects += self._send_declined(instance, now)
         self._stop_waiting(instance)
         for peer in instance.hellos:  # it owns a staging window, which is reclaimed if its process has ended
             if peer not in self._peers:

@@ -158,6 +158,15 @@ class Rooms:
         room = self.rooms.get(self.generations.get(number, 0))
         return self._follow(room, room.stop(Signal.ABORTED, failure), now) if room else []
 
+    def pending(self, number: RoomId) -> Room | None:
+        """Find a room that is still being received."""
+        room = self.rooms.get(self.generations.get(number, 0))
+        return room if room is not None and room.state.is_pending else None
+
+    def note_declined(self, number: RoomId, generation: int, failure: Failure) -> None:
+        """Record a generation that was never opened, so that the answers to its decline are recognised."""
+        self._closed.close(generation, _Ended(number, (), failure))
+
     def release(self, generation: RoomId, now: float) -> list[DecodeEffect]:
         """Release the pages of a quarantined transfer without a proof.
 

@@ -46,6 +46,7 @@ from kvflow.wire.messages import (
     AnyMessage,
     Cancel,
     Decline,
+    Drained,
     Failure,
     Goodbye,
     Grant,
@@ -230,6 +231,8 @@ class PrefillCore:
             case ev.SendOpened():
                 self._leaving.check_open(event.room)
                 return self.rooms.open(event.room, now, has_lease=event.has_lease)
+            case ev.SendRefused():
+                return self.rooms.refuse_unopened(event.room, event.failure)
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.TurnContinued():
@@ -354,8 +357,28 @@ class PrefillCore:
             return self._said_goodbye(message.peer, message, now) if is_known else []
         if isinstance(message, Refuse):
             return []
+        if isinstance(message, Decline) and message.peer is not None:
+            return self._declined(connection, message.peer, message, event.denied, now)
         refusal = Refuse(peer=self.me, to=None, detail="handshake required")
         return [CountAnomaly("handshake_required", None), Reply(connection, refusal)]
+
+    def _declined(
+        self, connection: bytes, peer: PeerId, decline: Decline, denied: str, now: float
+    ) -> list[PrefillEffect]:
+        """Handle the decline of a decode rank with which there is no handshake, for example because it is refused."""
+        if decline.to != self.me:
+            return [Reply(connection, Refuse(peer=self.me, to=peer, detail=f"this is {self.me}"))]
+        refused = self._failure(FailureReason.REFUSED, denied) if denied else None
+        effects = self.rooms.decline(peer, decline, now, denied=refused)
+        return [*effects, Reply(connection, self._drained(decline))]
+
+    def _drained(self, decline: Decline) -> Drained:
+        return Drained(
+            room=decline.room,
+            generation=decline.generation,
+            engine_rank=self.me.rank.engine_rank,
+            failure=decline.failure,
+        )
 
     def _hello(self, connection: bytes, hello: Hello, kept: Kept, now: float) -> list[PrefillEffect]:
         detail = self._mismatch(connection, hello)
@@ -523,7 +546,8 @@ class PrefillCore:
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
                 return effects
             case Decline():
-                return self.rooms.decline(peer, message, now, denied=denied)
+                effects = self.rooms.decline(peer.id, message, now, denied=denied)
+                return [*effects, Reply(peer.connection, self._drained(message))]
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
 

@@ -127,6 +127,11 @@ class Room:
                 tables.setdefault(name, []).append(table.pages)
         return {name: np.unique(np.concatenate(lists)).astype(WIRE_PAGES).tobytes() for name, lists in tables.items()}
 
+    def is_of_other_instance(self, rank: RankId) -> bool:
+        """Return whether decode ranks of another instance have asked for it."""
+        first = next(iter((*self.deliveries, *(peer.rank for peer in self.announced))), rank)
+        return first.instance != rank.instance
+
     def delivery_to(self, peer: PeerId) -> Delivery | None:
         """Find the delivery to this incarnation of a decode rank."""
         delivery = self.deliveries.get(peer.rank)

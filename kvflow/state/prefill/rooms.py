@@ -1,5 +1,6 @@
 """All rooms of one prefill rank, and the grants and announcements that wait for rooms. Pure."""
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -41,8 +42,9 @@ __all__ = ["Rooms"]
 MAX_FAILED = 4_096
 """Maximum number of failed rooms that are remembered, so that late grants are answered at once."""
 
-MAX_DECLINED = 4_096
-"""Maximum number of rooms that decode ranks have declined and the engine has not opened."""
+MAX_DECLINED = 16_384
+"""Maximum number of declines, by room and decode rank, of rooms that the engine has not opened; and of declines that
+are remembered to recognise repeated ones."""
 
 UNFENCED_SHARE = 8
 """One decode rank may have 1/8 of the unfenced deliveries, so that others are served if writes to it never end."""
@@ -85,6 +87,8 @@ class Rooms:
         self.waiting = WaitingRooms(timers, self._limits)
         self._failed: dict[RoomId, _FailedRoom] = {}
         self._declined: dict[RoomId, dict[RankId, Failure]] = {}
+        self._num_declined = 0
+        self._declines: OrderedDict[DeliveryId, None] = OrderedDict()
 
     # Requests from the engine ----------------------------------------------------------------------------------------
 
@@ -110,11 +114,23 @@ class Rooms:
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
             effects += self._serve(opened, peer, self.waiting.take(room, peer), now)
-        declined = self._declined.pop(room, None)
-        if declined is not None:
-            self._timers.clear(DeclineForgotten(room))
+        declined = self._take_declines(room)
+        if declined:
             effects += self._follow(opened, opened.stop(Signal.FAILED, next(iter(declined.values()))), now)
             self._tell(room, declined)
+        return effects
+
+    def refuse_unopened(self, room: RoomId, failure: Failure) -> list[PrefillEffect]:
+        """Refuse the requests for a room that the engine could not open; later ones are refused when they arrive."""
+        if room in self.rooms:
+            return []
+        told: dict[RankId, None] = {}
+        effects: list[PrefillEffect] = []
+        for peer in self.waiting.peers(room):
+            asked = self.waiting.take(room, peer)
+            effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
+            told[peer.rank] = None
+        self._note_failed(room, failure, told)
         return effects
 
     def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
@@ -246,21 +262,26 @@ class Rooms:
         return [*effects, *self._context.drained(delivery_id, cancel.failure)]
 
     def decline(
-        self, peer: DecodePeer, decline: Decline, now: float, *, denied: Failure | None = None
+        self, peer: PeerId, decline: Decline, now: float, *, denied: Failure | None = None
     ) -> list[PrefillEffect]:
         """End a room that a decode rank declines, now or when the engine opens it; once for each generation.
 
-        When a decline is retransmitted, the room id may already belong to another try.
+        The rank need not be connected. When a decline is retransmitted, the room id may already belong to another try.
+        The caller answers it.
         """
-        delivery_id = DeliveryId(decline.room, peer.id, decline.generation)
+        delivery_id = DeliveryId(decline.room, peer, decline.generation)
         was_asked = isinstance(self._asked(delivery_id), Announcement) and self._withdraw(delivery_id)
-        effects: list[PrefillEffect] = []
         if denied is not None and not was_asked:
-            effects = [self._count_denied(delivery_id, denied)]
-        elif was_asked or decline.generation not in peer.closed:
-            self._context.peers.close(delivery_id, decline.failure)
-            effects = self._give_up(delivery_id, decline.failure, now, was_asked=was_asked)
-        return [*effects, *self._context.drained(delivery_id, decline.failure)]
+            return [self._count_denied(delivery_id, denied)]
+        known = self._context.peers.find(peer)
+        is_repeated = delivery_id in self._declines if known is None else decline.generation in known.closed
+        if is_repeated and not was_asked:
+            return []
+        self._context.peers.close(delivery_id, decline.failure)
+        self._declines[delivery_id] = None
+        if len(self._declines) > MAX_DECLINED:
+            self._declines.popitem(last=False)
+        return self._give_up(delivery_id, decline.failure, now, was_asked=was_asked)
 
     def _give_up(
         self, delivery_id: DeliveryId, failure: Failure, now: float, *, was_asked: bool
@@ -282,7 +303,7 @@ class Rooms:
                 self._remember_decline(number, peer.rank, failure, now)
             self._tell(number, {peer.rank: failure})
             return []
-        if peer.rank in room.deliveries or peer in room.announced:
+        if peer.rank in room.deliveries or peer in room.announced or room.is_of_other_instance(peer.rank):
             return []
         effects = self._follow(room, room.stop(Signal.FAILED, failure), now) if room.state.is_pending else []
         self._tell(number, {peer.rank: failure})
@@ -444,7 +465,7 @@ class Rooms:
                 failure = self._error(FailureReason.UNKNOWN_ROOM, self._unopened(asked))
                 return self._context.refuse(DeliveryId(number, peer, asked.generation), failure)
             case DeclineForgotten(number):
-                del self._declined[number]
+                self._take_declines(number)
             case DeliveryUnanswered(delivery_id):
                 return self._retransmit(delivery_id, now)
             case RoomUndrained(number):
@@ -622,12 +643,18 @@ class Rooms:
         return f"prefill did not open the room within {min(asked.timeout_s, self._timeouts.open_s)} s"
 
     def _remember_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
-        self._declined.setdefault(room, {})[rank] = failure
+        declined = self._declined.setdefault(room, {})
+        self._num_declined += rank not in declined
+        declined[rank] = failure
         self._timers.set(DeclineForgotten(room), now + self._timeouts.open_s)
-        while len(self._declined) > MAX_DECLINED:
-            oldest = next(iter(self._declined))
-            del self._declined[oldest]
-            self._timers.clear(DeclineForgotten(oldest))
+        while self._num_declined > MAX_DECLINED:
+            self._take_declines(next(iter(self._declined)))
+
+    def _take_declines(self, room: RoomId) -> dict[RankId, Failure]:
+        self._timers.clear(DeclineForgotten(room))
+        declined = self._declined.pop(room, {})
+        self._num_declined -= len(declined)
+        return declined
 
     def _forget_declines(self, room: RoomId, rank: RankId) -> None:
         """Drop a room's declines by a rank that asks for it again, and those by other instances."""
@@ -635,19 +662,17 @@ class Rooms:
         if declined is None:
             return
         left = {it: failure for it, failure in declined.items() if it != rank and it.instance == rank.instance}
-        if left:
-            self._declined[room] = left
-            return
-        del self._declined[room]
-        self._timers.clear(DeclineForgotten(room))
+        self._num_declined -= len(declined) - len(left)
+        self._declined[room] = left
+        if not left:
+            self._take_declines(room)
 
     def _tell(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: their next request is a new try."""
         failed, known = self._failed.get(room), self.rooms.get(room)
-        if failed is not None:
-            failed.told.update(dict.fromkeys(ranks))
-        elif known is not None:  # its last post has not ended
-            known.told.update(dict.fromkeys(ranks))
+        told = failed.told if failed is not None else known.told if known is not None else {}  # or its posts continue
+        if len(told) < self._limits.peers:
+            told.update(dict.fromkeys(ranks))
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 
@@ -726,7 +751,10 @@ class Rooms:
                 self.unfenced[delivery.id] = delivery
                 self._num_unfenced[delivery.id.peer] = self._num_unfenced.get(delivery.id.peer, 0) + 1
         if room.failure is not None:
-            self._failed[room.room] = _FailedRoom(room.failure, dict.fromkeys((*room.deliveries, *room.told)))
+            self._note_failed(room.room, room.failure, dict.fromkeys((*room.deliveries, *room.told)))
+
+    def _note_failed(self, room: RoomId, failure: Failure, told: dict[RankId, None]) -> None:
+        self._failed[room] = _FailedRoom(failure, told)
         while len(self._failed) > MAX_FAILED:
             del self._failed[next(iter(self._failed))]
 

@@ -582,6 +582,49 @@ def test_declines_are_kept_for_so_many_rooms(
     assert [room for to, room in declined(core.welcome(hellos)) if to == PREFILL] == [2, 3]
 
 
+def refused_here(room: RoomId = 8, generation: int = 2) -> ev.RoomDeclined:
+    return ev.RoomDeclined(room, generation, "prefill", ABORTED)
+
+
+def test_after_a_failed_handshake_only_the_first_rank_is_told_until_it_has_answered(core: DecodeDriver) -> None:
+    """A directory may have named thousands of strangers."""
+    core(request())
+    core.found(PREFILL, OTHER_PREFILL)
+    effects = core(ev.RoutesCompiled("prefill", 0, (), "no such cells"))
+    assert declined(effects) == [(PREFILL, ROOM)]
+    assert of_kind(effects, Connect) == [Connect(PREFILL, endpoint_of(PREFILL))]
+    ((_, decline),) = messages(effects, Decline)
+    assert isinstance(decline, Decline)
+    assert (decline.peer, decline.to) == (DECODE, PREFILL)
+    effects = answer(core, PREFILL, 1)
+    assert declined(effects) == [(OTHER_PREFILL, ROOM)]
+    assert of_kind(answer(core, OTHER_PREFILL, 1), Disconnect) == [Disconnect(PREFILL), Disconnect(OTHER_PREFILL)]
+    assert declined(core.pass_time(60.0)) == []
+
+
+def test_a_rank_that_refuses_and_does_not_answer_declines_is_told_a_few_times(
+    core: DecodeDriver, hellos: list[DecodeEffect]
+) -> None:
+    told = [*declined(refuse(core, hello_to(hellos, PREFILL))), *declined(core.pass_time(60.0))]
+    assert told == [(PREFILL, ROOM)] * handshake.MAX_DECLINES
+    assert not core.core.peers.all_open
+
+
+def test_a_refused_request_is_declined_after_the_handshake(core: DecodeDriver) -> None:
+    assert of_kind(core(refused_here()), LookUp) == [LookUp("prefill")]
+    effects = core.welcome(core.compiled(core.found(PREFILL, OTHER_PREFILL)))
+    assert declined(effects) == [(PREFILL, 8), (OTHER_PREFILL, 8)]
+    drained = Drained(room=8, generation=2, engine_rank=0, failure=ABORTED)
+    assert core.hear(PREFILL, drained) == core.hear(PREFILL, drained) == []
+
+
+def test_a_refused_request_is_not_declined_while_its_room_is_received_from_there(
+    core: DecodeDriver, hellos: list[DecodeEffect]
+) -> None:
+    assert core(refused_here(ROOM)) == []
+    assert declined(core.welcome(hellos)) == []
+
+
 # Suspect and lost ranks ----------------------------------------------------------------------------------------------
 
 

@@ -1,16 +1,18 @@
 """Rooms that a decode rank gives up before prefill serves them: they fail as soon as the engine opens them."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
-from kvflow.state.effects import PrefillEffect, ReportGranted, ReportSender
+from kvflow.state.effects import PrefillEffect, Reply, ReportGranted, ReportSender
 from kvflow.state.prefill import rooms
-from kvflow.wire.messages import Cancel, Decline, Drained, Failed, Failure, Ping
+from kvflow.wire.messages import Cancel, Decline, Drained, Failed, Failure, Message, PeerId, Ping
 from tests.support.cores import (
     DECODE,
     OTHER_DECODE,
+    PREFILL,
     PrefillDriver,
     abort_failure,
     connection_of,
@@ -267,3 +269,58 @@ def test_a_decline_that_is_retransmitted_after_a_new_handshake_does_not_fail_the
     core(OPEN)
     core.connect(DECODE, connection=connection_of(DECODE, 1))
     assert reports(core.hear(DECODE, decline(generation=1))) == []
+
+
+# Without a handshake -------------------------------------------------------------------------------------------------
+
+STRANGER = peer("refused")
+
+
+def unasked(sender: PeerId = STRANGER, *, to: PeerId = PREFILL, denied: str = "") -> ev.MessageArrived:
+    message = replace(decline(), peer=sender, to=to)
+    return ev.MessageArrived(connection_of(sender), message, denied)
+
+
+def replies(effects: list[PrefillEffect]) -> list[Message]:
+    return [reply.message for reply in of_kind(effects, Reply)]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_decode_rank_that_is_refused_declines_its_rooms(core: PrefillDriver, is_open: bool) -> None:
+    effects = [*(core(OPEN) if is_open else []), *core(unasked()), *([] if is_open else core(OPEN))]
+    assert failures(effects) == {FIRST}
+    assert replies(effects) == [answer()]
+    assert core.core.is_idle
+
+
+def test_a_repeated_decline_without_a_handshake_does_not_fail_the_next_try(core: PrefillDriver) -> None:
+    core(OPEN)
+    core(unasked())
+    core(OPEN)
+    assert replies(core(unasked())) == [answer()]
+    assert not core.core.is_idle
+
+
+@pytest.mark.parametrize("event", [unasked(denied="its key"), unasked(to=peer("prefill", incarnation=9))])
+def test_a_decline_that_is_denied_or_meant_for_another_process_fails_nothing(
+    core: PrefillDriver, event: ev.MessageArrived
+) -> None:
+    core(OPEN)
+    core(event)
+    assert not core.core.is_idle
+
+
+def test_a_room_that_another_instance_has_asked_for_is_not_declined(core: PrefillDriver) -> None:
+    core(OPEN)
+    core.hear(DECODE, grant(num_decode_ranks=2))
+    core(unasked())
+    assert failures(core(chunk(0, 4))) == set()
+    assert not core.core.is_idle
+
+
+def test_declines_of_many_ranks_are_bounded(core: PrefillDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "MAX_DECLINED", 3)
+    for engine_rank in range(4):
+        core(unasked(peer("refused", engine_rank)))
+    assert reports(core(OPEN)) == [], "the room's declines were forgotten together"
+    assert len(core.core.timers) == 2, "the leases of the two connected ranks"
