@@ -16,9 +16,8 @@ from kvflow import ConfigError
 from kvflow.cli.bench.loads import SHAPES
 from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
 from kvflow.cli.bench.sides import open_sides
-from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
+from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_installed, check_positive, names
 from kvflow.cli.processes import ChildProcess
-from kvflow.cli.proxy.command import check_installed
 
 __all__ = ["Player", "add_arguments", "check_sglang", "open_player", "prepare", "times"]
 

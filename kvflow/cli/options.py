@@ -1,15 +1,18 @@
 """Options that several commands share, and functions to parse and check them."""
 
 import argparse
+import importlib.util
 from collections.abc import Collection
 
 import kvflow
+from kvflow.errors import ConfigError
 
 __all__ = [
     "HelpFormatter",
     "add_backend_option",
     "cases_of",
     "check_backend",
+    "check_installed",
     "check_positive",
     "counts",
     "names",
@@ -96,3 +99,18 @@ def cases_of(chosen: tuple[str, ...], known: Collection[str], *, kind: str = "ca
     if unknown:
         raise kvflow.ConfigError(f"unknown {kind}", unknown=unknown, known=list(known))
     return tuple(known) if "all" in chosen else chosen
+
+
+def check_installed(*packages: str) -> None:
+    """Check that packages are installed.
+
+    Raises:
+        ConfigError: Some are not; the error names them.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            "command requires packages that are not installed",
+            missing=missing,
+            install=f"pip install {' '.join(missing)}",
+        )

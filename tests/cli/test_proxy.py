@@ -1,7 +1,7 @@
 """The proxy in front of fake servers that record their requests."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvflow.cli.main import main
+from kvflow.cli.proxy import application
 from kvflow.cli.proxy.application import PREFILL_PARAMS, serve_proxy
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,8 @@ class FakeServer:
         breaks: It closes the connection after its first token.
         awaited: It answers once this is set.
         was_asked: Set when a request arrives.
+        withdrawn: Released with each request for which nobody will ask any more.
+        headers: Of the last request.
     """
 
     def __init__(self, params: dict[str, Any] | None = None) -> None:
@@ -43,9 +46,23 @@ class FakeServer:
         self.breaks = False
         self.awaited: anyio.Event | None = None
         self.was_asked = anyio.Event()
+        self.withdrawn = anyio.Semaphore(0)
+        self.headers: Mapping[str, str] = {}
+
+    async def until_withdrawn(self, count: int) -> None:
+        """Wait until it was told of requests for which nobody will ask."""
+        with anyio.fail_after(20):
+            for _ in range(count):
+                await self.withdrawn.acquire()
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"authorization": request.headers["Authorization"]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.headers = request.headers
+        if "kvflow_withdrawn" in body["kv_transfer_params"]:
+            self.withdrawn.release()
         self.asked.append((request.path, body, request.headers["X-Request-Id"]))
         self.was_asked.set()
         if self.awaited is not None:
@@ -68,27 +85,30 @@ class FakeServer:
         return response
 
     async def health(self, _request: web.Request) -> web.Response:
+        if self.awaited is not None:
+            await self.awaited.wait()
         return web.Response(status=self.status)
 
 
 @asynccontextmanager
-async def deployed(
-    prefill: FakeServer, decode: FakeServer, *, is_concurrent: bool = False
-) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+async def deployed(prefill: FakeServer, decode: FakeServer) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     runners = []
     for server in (prefill, decode):
-        application = web.Application()
-        application.router.add_post("/v1/completions", server.complete)
-        application.router.add_post("/v1/chat/completions", server.complete)
-        application.router.add_get("/health", server.health)
-        runner = web.AppRunner(application, handler_cancellation=True)
+        server_application = web.Application()
+        server_application.router.add_post("/v1/completions", server.complete)
+        server_application.router.add_post("/v1/chat/completions", server.complete)
+        server_application.router.add_get("/health", server.health)
+        server_application.router.add_get("/v1/models", server.models)
+        runner = web.AppRunner(server_application, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         runners.append(runner)
     try:
-        proxy = serve_proxy([prefill.url], [decode.url], "127.0.0.1", 0, is_concurrent=is_concurrent)
-        async with proxy as url, aiohttp.ClientSession() as client:
+        async with (
+            serve_proxy([prefill.url], [decode.url], "127.0.0.1", 0) as url,
+            aiohttp.ClientSession() as client,
+        ):
             yield client, url
     finally:
         for runner in runners:
@@ -110,7 +130,9 @@ async def test_prefill_is_asked_first_and_its_ticket_goes_to_decode() -> None:
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
     ((path, asked, name),) = prefill.asked
     assert (path, name) == ("/v1/completions", "mine")
-    assert asked == {"prompt": "x", "max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL_PARAMS}
+    told = asked.pop("kv_transfer_params")
+    assert asked == {"prompt": "x", "max_tokens": 1, "stream": False}
+    assert {**told, "transfer_id": None} == PREFILL_PARAMS | {"transfer_id": None}
     assert decode.asked == [("/v1/completions", {**body, "kv_transfer_params": TICKET}, "mine")]
 
 
@@ -142,7 +164,7 @@ async def test_prefill_without_a_connector_is_named() -> None:
     assert decode.asked == []
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff"])
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff", b'{"x":' + b"[" * 100_000])
 async def test_what_is_no_object_is_refused(body: bytes) -> None:
     prefill, decode = FakeServer(TICKET), FakeServer()
     async with deployed(prefill, decode) as (client, url), client.post(f"{url}/v1/completions", data=body) as answer:
@@ -186,10 +208,10 @@ async def test_a_client_that_leaves_stops_decode() -> None:
 
 
 @asynccontextmanager
-async def concurrent(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer, Callable[[], Awaitable[int]]]]:
-    """Deploy a concurrent proxy that has the address of prefill's rank; `ports` are those in prefill's next answers."""
+async def known(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer, Callable[[], Awaitable[int]]]]:
+    """Deploy a proxy that has the address of prefill's rank; `ports` are those in prefill's next answers."""
     prefill, decode = FakeServer(TICKET | {"remote_host": "10.0.0.1", "remote_port": ports[0]}), FakeServer()
-    async with deployed(prefill, decode, is_concurrent=True) as (client, url):
+    async with deployed(prefill, decode) as (client, url):
 
         async def ask() -> int:
             async with client.post(f"{url}/v1/completions", json={"stream": True}) as answer:
@@ -197,7 +219,6 @@ async def concurrent(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer,
                 return answer.status
 
         assert await ask() == 200
-        assert "transfer_id" not in prefill.asked[0][1]["kv_transfer_params"]
         assert decode.asked[0][1]["kv_transfer_params"] == prefill.params
         prefill.asked.clear()
         decode.asked.clear()
@@ -205,8 +226,8 @@ async def concurrent(*ports: int) -> AsyncIterator[tuple[FakeServer, FakeServer,
         yield prefill, decode, ask
 
 
-async def test_concurrent_proxy_asks_decode_while_prefill_computes() -> None:
-    async with concurrent(7000) as (prefill, decode, ask):
+async def test_decode_is_asked_while_prefill_computes() -> None:
+    async with known(7000) as (prefill, decode, ask):
         prefill.awaited = decode.was_asked = anyio.Event()
         assert await ask() == 200
     (asked_prefill,), (asked_decode,) = ([it[1]["kv_transfer_params"] for it in one.asked] for one in (prefill, decode))
@@ -215,24 +236,24 @@ async def test_concurrent_proxy_asks_decode_while_prefill_computes() -> None:
     assert asked_decode["do_remote_prefill"]
 
 
-async def test_concurrent_proxy_asks_decode_again_where_prefill_was_restarted() -> None:
-    async with concurrent(7000, 7001) as (prefill, decode, ask):
+async def test_it_begins_again_where_prefill_was_restarted() -> None:
+    async with known(7000, 7001) as (_, decode, ask):
         assert await ask() == 200
-        assert len(prefill.asked) == 1
         assert [it[1]["kv_transfer_params"].get("remote_port") for it in decode.asked] == [None, 7001]
 
 
-async def test_concurrent_proxy_begins_again_if_decode_fails() -> None:
-    async with concurrent(7000) as (_, decode, ask):
+async def test_it_begins_again_if_decode_fails() -> None:
+    async with known(7000) as (prefill, decode, ask):
         decode.status = 500
         assert await ask() == 500
         in_turn = [it[1]["kv_transfer_params"] for it in decode.asked]
         assert ["transfer_id" in params for params in in_turn] == [True, False]
+        await prefill.until_withdrawn(2)
 
 
 @pytest.mark.parametrize("status", [400, 503])
-async def test_concurrent_proxy_lets_decode_go_if_prefill_fails(status: int) -> None:
-    async with concurrent(7000) as (prefill, decode, ask):
+async def test_decode_is_let_go_if_prefill_fails(status: int) -> None:
+    async with known(7000) as (prefill, decode, ask):
         prefill.awaited, decode.is_slow = decode.was_asked, True
         prefill.status = status
         assert await ask() == status
@@ -240,11 +261,90 @@ async def test_concurrent_proxy_lets_decode_go_if_prefill_fails(status: int) -> 
             await decode.left.wait()
 
 
-async def test_concurrent_proxy_lets_prefill_go_if_decode_refuses_the_request() -> None:
-    async with concurrent(7000) as (prefill, decode, ask):
+async def test_prefill_is_let_go_if_decode_refuses_the_request() -> None:
+    async with known(7000) as (prefill, decode, ask):
         prefill.awaited, decode.status = anyio.Event(), 400
         assert await ask() == 400
         assert len(decode.asked) == 1
+        prefill.awaited.set()
+        await prefill.until_withdrawn(1)
+
+
+async def test_prefill_is_told_that_the_client_has_left() -> None:
+    """It may have computed the request already, so that closing the connection is not enough."""
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.awaited = anyio.Event()
+    async with deployed(prefill, decode) as (client, url):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: client.post(f"{url}/v1/completions", json={"model": "m"}))
+            with anyio.fail_after(20):
+                await decode.was_asked.wait()
+            tasks.cancel_scope.cancel()
+        await prefill.until_withdrawn(1)
+    first, told = (body for _, body, _ in prefill.asked)
+    assert told["kv_transfer_params"] == {"kvflow_withdrawn": first["kv_transfer_params"]["transfer_id"]}
+    assert told["model"] == "m"
+
+
+async def test_headers_are_passed_on_and_the_rest_of_a_body_is_not_read() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    body = b'{"number": 18446744073709551617, "prompt": "x"}'
+    async with deployed(prefill, decode) as (client, url):
+        headers = {"Authorization": "Bearer k", "TE": "trailers"}
+        async with client.post(f"{url}/v1/completions", data=body, headers=headers) as answer:
+            assert answer.status == 200
+        async with client.get(f"{url}/v1/models", headers=headers) as answer:
+            assert await answer.json() == {"authorization": "Bearer k"}
+        async with client.get(f"{url}/metrics") as answer:
+            assert 'kvflow_proxy_requests_total{status="200"} 2\n' in await answer.text()
+        async with client.get(f"{url}/else") as answer:
+            assert answer.status == 404
+    assert decode.headers["Authorization"] == "Bearer k"
+    assert "TE" not in decode.headers
+    assert decode.asked[0][1]["number"] == 2**64 + 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "statuses"),
+    [("CLIENT_S", 0.05, {408}), ("MAX_BODY_BYTES", 4, {413}), ("MAX_BYTES_AT_ONCE", 4, {503})],
+)
+async def test_bodies_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: float, statuses: set[int]
+) -> None:
+    monkeypatch.setattr(application, setting, value)
+    prefill, decode = FakeServer(TICKET), FakeServer()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "x"'
+        if setting == "CLIENT_S":
+            await anyio.sleep_forever()
+
+    async with deployed(prefill, decode) as (client, url):
+        async with client.post(f"{url}/v1/completions", data=slowly()) as answer:
+            assert answer.status in statuses
+        async with client.get(f"{url}/metrics") as answer:
+            assert "kvflow_proxy_body_bytes 0\n" in await answer.text()
+
+
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection too many is closed at once, and one that says nothing in time."""
+    monkeypatch.setattr(application, "MAX_PER_CLIENT", 2)
+    monkeypatch.setattr(application, "CLIENT_S", 0.5)
+    async with serve_proxy(["http://127.0.0.1:9"], ["http://127.0.0.1:9"], "127.0.0.1", 0) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        streams = [await anyio.connect_tcp(*address) for _ in range(3)]
+        for stream in reversed(streams):
+            with anyio.fail_after(20), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+            await stream.aclose()
+
+
+async def test_health_of_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "HEALTH_S", 0.1)
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.awaited = anyio.Event()
+    async with deployed(prefill, decode) as (client, url), client.get(f"{url}/health") as answer:
+        assert (answer.status, decode.url in await answer.text()) == (503, True)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
@@ -15,16 +15,17 @@ import pytest
 import torch
 
 from kvflow import ConfigError, Outcome, TokenPages, ticket_for_room
-from kvflow.blocking import BlockingReceiver, BlockingSender
-from kvflow.engines.vllm import worker
+from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread
+from kvflow.engines.vllm import bootstrap, shortage, worker
 from kvflow.engines.vllm.bootstrap import serve_query
-from kvflow.engines.vllm.dialect import Reference, digest_of, reply, take_reference
+from kvflow.engines.vllm.dialect import NOTHING_KEPT, Reference, digest_of, reply, take_reference
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.shortage import Shortage
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
 from kvflow.errors import KvflowError, LayoutError
 from tests.support.ports import unused_port
@@ -90,6 +91,7 @@ class Server:
         ended: Transfers that have ended.
         told: Ids that the worker has reported to vLLM.
         awaited: Ids whose end vLLM waits for.
+        num_held: Blocks that are held until they are safe, as metrics count them.
     """
 
     def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
@@ -100,7 +102,12 @@ class Server:
         self.ranks = open_ranks(options, place, caches.layout)
         self.ended: list[BlockingSender | BlockingReceiver] = []
         self.worker = ConnectorWorker(
-            caches, self.ranks, layerwise=options.layerwise, patience_s=patience_s, on_end=self.ended.append
+            caches,
+            self.ranks,
+            layerwise=options.layerwise,
+            patience_s=patience_s,
+            on_end=self.ended.append,
+            on_blocks=self._count_blocks,
         )
         self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
         self.pool = Pool()
@@ -109,6 +116,10 @@ class Server:
             self.scheduler.know_worker(self.ranks.ticket)
         self.told = Results()
         self.awaited: set[str] = set()
+        self.num_held = 0
+
+    def _count_blocks(self, held: int, freed: int) -> None:
+        self.num_held += held - freed
 
     def step(
         self,
@@ -151,6 +162,7 @@ class Server:
         self.told.sent |= results.sent
         self.told.received |= results.received
         self.told.failed |= results.failed
+        self.scheduler.take_sent(results.sent)
         if report is not None:
             self.scheduler.take_report(report)
 
@@ -404,6 +416,178 @@ def test_decode_never_comes(pair: tuple[Server, Server]) -> None:
     source.until(lambda: not any(source.pool.holders))
 
 
+@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
+def test_lease_starts_when_the_reply_leaves(pair: tuple[Server, Server]) -> None:
+    """Between the last chunk and the reply, a worker may stall for minutes."""
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, PROMPT, PREFILL)})
+    time.sleep(1.0)
+    source.step()
+    _, params = source.scheduler.finished(request, is_complete=True)
+    source.step(finished=["p"])
+    begin_decode(target, params or {})
+    target.until(lambda: "d" in target.told.received)
+    assert not target.told.failed
+
+
+def test_client_leaves_when_all_of_it_was_computed(pair: tuple[Server, Server]) -> None:
+    """The reply is never sent, so nobody has the ticket."""
+    source, _ = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, PROMPT, PREFILL)})
+    assert source.scheduler.finished(request, is_complete=False) == (True, None)
+    source.step(finished=["p"])
+    source.until(lambda: "p" in source.told.sent)
+    source.until(lambda: not any(source.pool.holders))
+    assert source.num_held == 0
+
+
+def test_ticket_of_a_room_that_is_gone_is_not_handed_out(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    taken_over = asked("d", reply_of(source))
+    target.scheduler.add(taken_over)
+    target.step()
+    target.scheduler.finished(taken_over, is_complete=False)
+    target.step(finished=["d"])
+    source.until(lambda: source.worker._sending["p"].is_decided)
+    source.step({"p": (6, PROMPT - 6, PREFILL)})
+    assert source.scheduler.finished(request, is_complete=True) == (True, NOTHING_KEPT)
+    source.step(finished=["p"])
+    source.until(lambda: "p" in source.told.sent)
+    assert take_reference(NOTHING_KEPT) is None
+
+
+@pytest.mark.parametrize("transfer", [{}, {"transfer_id": "of the router"}], ids=["nixl", "mooncake"])
+@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
+def test_answers_to_one_prompt_have_one_ticket(pair: tuple[Server, Server], transfer: dict[str, str]) -> None:
+    """VLLM answers with any of them, after the last has ended; the lease starts then."""
+    source, target = pair
+    first, second = (asked(f"{number}_cmpl-p", {"do_remote_decode": True, **transfer}) for number in range(2))
+    for request in (first, second):
+        source.scheduler.add(request)
+    source.step({first.request_id: (0, PROMPT, PREFILL), second.request_id: (0, PROMPT, [9, 10, 11])})
+    delays, params = source.scheduler.finished(first, is_complete=True)
+    assert delays
+    source.step(finished=[first.request_id])
+    time.sleep(1.0)
+    source.step()
+    assert not source.told.sent
+    delays, others = source.scheduler.finished(second, is_complete=True)
+    assert (delays, others) == (False, {**(params or {}), "remote_request_id": second.request_id})
+    source.step(finished=[second.request_id])
+    begin_decode(target, others or {})
+    target.until(lambda: "d" in target.told.received)
+    assert not target.told.failed
+    source.until(lambda: source.told.sent == {first.request_id})
+    assert [sender.outcome for sender in source.ended] == [Outcome.SUCCESS]
+
+
+def test_only_the_first_prompt_of_a_batch_is_kept(pair: tuple[Server, Server]) -> None:
+    """VLLM's answer to a batch contains the ticket of its first prompt alone."""
+    source, _ = pair
+    for number, is_kept in ((0, True), (1, False)):
+        request = asked(f"cmpl-me-{number}-0123abcd", {"do_remote_decode": True})
+        source.scheduler.add(request)
+        source.step({request.request_id: (0, PROMPT, PREFILL)})
+        assert source.scheduler.finished(request, is_complete=True)[0] is is_kept
+
+
+def test_prefill_is_told_that_nobody_will_ask(pair: tuple[Server, Server]) -> None:
+    source, _ = pair
+    prefill(source, transfer_id="of the router")
+    source.scheduler.add(asked("other", {"kvflow_withdrawn": "another"}))
+    source.step()
+    source.scheduler.add(asked("this", {"kvflow_withdrawn": "of the router"}))
+    source.until(lambda: "p" in source.told.sent)
+
+
+def test_two_servers_do_not_wait_for_blocks_of_each_other(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has blocks for the request that prefill cannot compute, and none for the one that prefill has computed."""
+    monkeypatch.setattr(shortage, "RECLAIM_S", 0.0)
+    source, target = pair
+    first, second = (asked(f"p{number}", {"do_remote_decode": True}) for number in range(2))
+    for request in (first, second):
+        source.scheduler.add(request)
+    source.step({"p0": (0, PROMPT, PREFILL)})
+    _, params = source.scheduler.finished(first, is_complete=True)
+    source.step(finished=["p0"])
+    assert source.ranks.ticket is not None
+    digest = digest_of(second)
+    others = reply(source.ranks.ticket, "p1", request_id="p1", num_tokens=PROMPT, prompt=digest)
+    waiting, ready = asked("d0", params or {}), asked("d1", others)
+    for request in (waiting, ready):
+        target.scheduler.add(request)
+    target.scheduler.allocated(ready, [DECODE], PROMPT - 1)
+    target.step()
+
+    def is_given_up() -> bool:
+        source.scheduler.num_elsewhere(second, 0)  # vLLM finds no blocks for it
+        target.step()
+        return "p0" in source.told.sent
+
+    source.until(is_given_up)
+    target.until(lambda: target.scheduler.num_elsewhere(waiting, 0) == 0)
+    source.step({"p1": (0, PROMPT, PREFILL)})
+    target.until(lambda: "d1" in target.told.received)
+    assert not target.told.failed
+    target.step(finished=["d0"])
+
+
+def test_requests_that_no_decode_asks_for_have_a_share_of_the_pool() -> None:
+    found = Shortage()
+    for number in range(4):
+        found.pin(f"old{number}", 25, now=0.0)
+    assert found.reclaim(100, now=9.0) == {}  # nobody lacks blocks
+    found.note_asked(["old0"])
+    found.pin("new", 50, now=8.5)
+    found.wants_blocks("other")
+    assert found.reclaim(100, now=9.0) == {"old1": False, "old2": False, "old3": False}
+    found.wants_blocks("other")
+    assert found.reclaim(100, now=9.1) == {}  # each once; `new` may be asked for any moment
+    found.forget(["old1", "old2", "old3"])
+    found.wants_blocks("other")
+    assert found.reclaim(100, now=19.0) == {}  # half of the pool
+
+
+def test_groups_that_vllm_does_not_transfer_are_left_out() -> None:
+    """As those of a draft model, which each server fills itself."""
+    kept = SimpleNamespace(**vars(group(layers=[1, 2])), enable_kv_transfer=False)
+    with servers(group(layers=[0]), kept) as (source, target):
+        request = asked("p", {"do_remote_decode": True})
+        source.scheduler.add(request)
+        source.step({"p": (0, PROMPT, [PREFILL, PREFILL])})
+        _, params = source.scheduler.finished(request, is_complete=True)
+        source.step(finished=["p"])
+        request = asked("d", params or {})
+        target.scheduler.add(request)
+        target.scheduler.allocated(request, [DECODE, DECODE], PROMPT - 1)
+        target.step()
+        target.until(lambda: "d" in target.told.received)
+        assert target.tokens(DECODE, [0])[: PROMPT - 1] == list(range(1, PROMPT))
+        assert not target.cells[1:].any()
+
+
+def test_query_port_serves_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_CONNECTIONS", 2)
+    port = unused_port()
+    with LoopThread() as loop, serve_query("127.0.0.1", port, "tcp://127.0.0.1:1", loop), ExitStack() as stack:
+        silent = [stack.enter_context(closing(socket.create_connection(("127.0.0.1", port), 10))) for _ in range(3)]
+        with suppress(ConnectionResetError):
+            assert silent[2].recv(1) == b""
+        silent[0].sendall(b"GET /query HTTP/1.1\r\nX: " + b"x" * 100_000)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+        assert urlopen(f"http://127.0.0.1:{port}/query", timeout=10).status == 200
+
+
 @pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "handshake_s": 1.0}}], indirect=True)
 def test_prefill_is_gone_before_decode_has_blocks(pair: tuple[Server, Server]) -> None:
     source, target = pair
@@ -605,7 +789,6 @@ def test_other_prompt_is_computed_here(prompt: Sequence[int]) -> None:
         ([group(num_head_slots=1)], "packed together"),
         ([group(tokens_per_state=4)], "compressed"),
         ([group(num_kv_heads=HEADS + 1)], "as many heads as the model"),
-        ([SimpleNamespace(**vars(group()), enable_kv_transfer=False)], "does not let move"),
     ],
 )
 def test_unknown_caches_are_refused(groups: list[Any], message: str) -> None:
@@ -703,7 +886,11 @@ def test_window_moves_as_far_as_the_last_token_sees() -> None:
 def test_query_port_in_use_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="cannot be bound"), serve_query("127.0.0.1", port, "tcp://127.0.0.1:1"):
+        with (
+            LoopThread() as loop,
+            pytest.raises(ConfigError, match="cannot be bound"),
+            serve_query("127.0.0.1", port, "tcp://127.0.0.1:1", loop),
+        ):
             pass
 
 

@@ -1,292 +1,292 @@
-"""The proxy: sends each request to a prefill server and to a decode server.
+"""The proxy: asks a prefill server and a decode server for each request, at the same time. For vLLM, no router does.
 
-It speaks to vLLM like vLLM's own router does with `--kv-connector nixl`: it asks prefill for one token with
-`do_remote_decode`, and passes the `kv_transfer_params` of the answer to decode unchanged.
-
-A concurrent proxy asks both servers at the same time, so that pages move while prefill computes. For this, decode needs
-the address of prefill's rank, which the proxy takes from the last answer of the prefill server.
+Pages move while prefill computes. For this, decode needs the address of prefill's rank, which the proxy takes from the
+server's last answer; until it has one, it asks one server after the other, as routers do. Bodies are scanned once, and
+passed on as they are. If nobody will ask prefill for a request any more, because the client has left or decode has
+failed, the proxy tells prefill.
 """
 
+import asyncio
 import itertools
-import json
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, Final, NamedTuple
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import aiohttp
+import anyio.abc
+import anyio.to_thread
+import msgspec
 from aiohttp import web
+from typing_extensions import override
 
 from kvflow.cli.processes import open_tasks
 from kvflow.errors import ConfigError
 
-__all__ = ["PREFILL_PARAMS", "BadAnswer", "Proxy", "serve_proxy"]
+__all__ = ["PREFILL_PARAMS", "serve_proxy"]
 
 PREFILL_PARAMS: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+    **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
+    **{"remote_block_ids": None, "remote_host": None, "remote_port": None},
 }
 """Parameters of requests to prefill, with the same keys as routers send."""
 
-GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
-FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
-MAX_BODY_BYTES: Final = 64 * 2**20
-CONNECT_S: Final = 5.0
+HOP_BY_HOP: Final = (
+    *("Accept-Encoding", "Connection", "Content-Encoding", "Content-Length", "Content-Type", "Expect", "Host"),
+    *("Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "TE", "Trailer", "Transfer-Encoding", "Upgrade"),
+)
+MAX_BODY_BYTES, MAX_BYTES_AT_ONCE, MAX_CONNECTIONS, MAX_PER_CLIENT = 32 * 2**20, 128 * 2**20, 2_048, 512
+CLIENT_S: Final = 30.0
+"""Time for a client to send a request, and to read the next part of its answer."""
+
+CONNECT_S, HEALTH_S, ANSWER_S = 5.0, 5.0, 600.0
+"""Time for a server to accept a connection, to say that it is healthy, and to send the next part of an answer."""
 
 
 class BadAnswer(Exception):
-    """A server cannot be reached or answered with an error.
-
-    Attributes:
-        status: Status for the client.
-        body: Body for the client; unchanged if a server sent it.
-    """
+    """A request cannot be served; says what the client is told."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(status, body)
-        self.status = status
-        self.body = body
+        self.status, self.body = status, body
 
 
-class DecodeFailed(BadAnswer):
-    """A decode server that was asked at the same time as prefill answered with an error."""
-
-
-class Asked(NamedTuple):
-    """A request of a client.
-
-    Attributes:
-        prefill: URL of the request to a prefill server.
-        decode: URL of the request to a decode server.
-        body: Body of the request.
-        headers: Headers to forward.
-    """
+@dataclass
+class Asked:
+    """A request: its servers, path, encoded fields, headers, its name on prefill, and whether prefill may keep it."""
 
     prefill: str
     decode: str
-    body: dict[str, Any]
-    headers: dict[str, str]
+    path: str
+    fields: dict[str, msgspec.Raw]
+    headers: Any
+    transfer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    is_kept: bool = False
 
 
-class Proxy:
-    """Uses the servers of each kind in turn.
-
-    Args:
-        prefill: URLs of the prefill servers, at least one.
-        decode: URLs of the decode servers, at least one.
-        session: HTTP session for requests to servers.
-        is_concurrent: Ask both servers at the same time.
-    """
+class Proxy(web.Server):
+    """Uses the servers of each kind in turn; see `serve_proxy`. `tasks` runs what outlives a request."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, *, is_concurrent: bool
+        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, tasks: anyio.abc.TaskGroup
     ) -> None:
-        self._servers = [*prefill, *decode]
-        self._is_concurrent = is_concurrent
+        super().__init__(self.answer, handler_cancellation=True, access_log=None, keepalive_timeout=CLIENT_S)
+        self._servers, self._session, self._tasks = [*prefill, *decode], session, tasks
+        self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
         self._addresses: dict[str, str] = {}
-        self._prefill = itertools.cycle(prefill)
-        self._decode = itertools.cycle(decode)
-        self._session = session
+        self._silent: dict[Any, asyncio.Transport] = {}
+        self._num_bytes = 0
+        self._counts: Counter[str] = Counter()
+        generate = dict.fromkeys((("POST", "/v1/completions"), ("POST", "/v1/chat/completions")), self._generate)
+        looked_up = {"/v1/models": self._models, "/health": self._health, "/metrics": self._metrics}
+        self._routes: dict[tuple[str, str], Any] = generate | {("GET", path): it for path, it in looked_up.items()}
 
-    def application(self) -> web.Application:
-        """Create the aiohttp application."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
-        for path in GENERATING:
-            application.router.add_post(path, self.generate)
-        application.router.add_get("/v1/models", self.models)
-        application.router.add_get("/health", self.health)
-        return application
+    @override
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        ends = [it.transport for it in self.connections if it.transport is not None]
+        hosts = Counter(str((it.get_extra_info("peername") or "?")[0]) for it in ends)
+        if len(ends) > MAX_CONNECTIONS or max(hosts.values(), default=0) > MAX_PER_CLIENT:
+            transport.abort()
+            return
+        self._silent[handler] = transport
+        asyncio.get_running_loop().call_later(CLIENT_S, self._close_silent, handler)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    def _close_silent(self, handler: Any) -> None:
+        if (transport := self._silent.pop(handler, None)) is not None:
+            transport.abort()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client disconnects, so does the proxy from the server at work, which then stops."""
-        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
-        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        self._silent.pop(request.protocol, None)
+        status = 499  # the client has left
         try:
-            body = _object(await request.read())
-            prefill, decode = (next(servers) + request.path for servers in (self._prefill, self._decode))
+            response: web.StreamResponse = await self._routes.get((request.method, request.path), _refuse)(request)
+            status = response.status
+        except BadAnswer as error:
+            status = error.status
+            response = web.Response(status=status, body=error.body, content_type="application/json")
+        finally:
+            self._counts[f'requests_total{{status="{status}"}}'] += 1
+        return response
+
+    async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
+        pieces: list[bytes] = []
+        try:
+            fields = await anyio.to_thread.run_sync(_fields, await self._read_body(request, pieces))
+            asked = Asked(next(self._prefill), next(self._decode), request.path, fields, _to_pass_on(request.headers))
+            asked.headers.setdefault("X-Request-Id", asked.transfer)
             async with AsyncExitStack() as stack:
-                answer = await self._hand_over(Asked(prefill, decode, body, headers), stack)
-                return await _pass_on(request, answer)
-        except BadAnswer as error:
-            return web.Response(status=error.status, body=error.body, content_type="application/json")
+                stack.callback(self._withdraw, asked)
+                return await _pass_on(request, await self._hand_over(asked, stack))
+        finally:
+            self._num_bytes -= sum(map(len, pieces))
 
-    async def models(self, _request: web.Request) -> web.Response:
-        """Return the answer of a decode server."""
+    async def _read_body(self, request: web.BaseRequest, pieces: list[bytes]) -> bytes:
+        size = 0
         try:
-            async with self._reached(next(self._decode) + "/v1/models") as answer:
-                body = await answer.read()
-                return web.Response(status=answer.status, body=body, content_type="application/json")
-        except BadAnswer as error:
-            return web.Response(status=error.status, body=error.body, content_type="application/json")
+            async with asyncio.timeout(CLIENT_S):
+                async for piece in request.content.iter_any():
+                    pieces.append(piece)
+                    size, self._num_bytes = size + len(piece), self._num_bytes + len(piece)
+                    if size > MAX_BODY_BYTES or self._num_bytes > MAX_BYTES_AT_ONCE:
+                        status = 413 if size > MAX_BODY_BYTES else 503
+                        raise BadAnswer(status, _error(status, "request is too large, or others are at this moment"))
+        except TimeoutError as error:
+            raise BadAnswer(408, _error(408, f"body did not arrive within {CLIENT_S} s")) from error
+        return b"".join(pieces)
 
-    async def health(self, _request: web.Request) -> web.Response:
-        """Return whether all servers are healthy."""
-        try:
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        async with self._reached(f"{next(self._decode)}/v1/models", headers=_to_pass_on(request.headers)) as answer:
+            return await _pass_on(request, answer)
+
+    async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
+        async def check(url: str) -> None:
+            status = 0
+            with suppress(TimeoutError, BadAnswer):
+                async with asyncio.timeout(HEALTH_S), self._reached(f"{url}/health") as answer:
+                    status = answer.status
+            if status != 200:
+                raise _failed(f"{url} is not healthy: {f'status {status}' if status else 'no answer'}", 503)
+
+        async with open_tasks() as tasks:
             for url in self._servers:
-                async with self._reached(f"{url}/health") as answer:
-                    if answer.status != 200:
-                        raise _bad_gateway(f"{url} is not healthy, status {answer.status}")
-        except BadAnswer as error:
-            return web.Response(status=503, body=error.body, content_type="application/json")
+                tasks.start_soon(check, url)
         return web.Response()
 
+    async def _metrics(self, _request: web.BaseRequest) -> web.StreamResponse:
+        values = {**self._counts, "connections": len(self.connections), "body_bytes": self._num_bytes}
+        return web.Response(text="".join(f"kvflow_proxy_{name} {value}\n" for name, value in sorted(values.items())))
+
     async def _hand_over(self, asked: Asked, stack: AsyncExitStack) -> aiohttp.ClientResponse:
-        """Have prefill compute a request that decode continues, and return decode's answer.
-
-        Args:
-            asked: The request.
-            stack: Closes the answer.
-
-        Raises:
-            BadAnswer: A server failed.
-        """
-        answer, params = None, None
-        if asked.prefill in self._addresses:
-            answer, params = await self._ask_both(asked, stack)
-        if answer is None:
-            if params is None:
-                params = await self._ask_prefill(asked)
-            answer = await stack.enter_async_context(self._decoding(asked, params))
-        return answer
-
-    async def _ask_both(
-        self, asked: Asked, stack: AsyncExitStack
-    ) -> tuple[aiohttp.ClientResponse | None, dict[str, Any] | None]:
-        """Ask both servers at the same time.
-
-        Returns:
-            Decode's answer, and the parameters from prefill. Without an answer, decode must be asked again with the
-            parameters; without either, start over.
-
-        Raises:
-            BadAnswer: Prefill failed, or decode did because of the request itself.
-        """
-        address, transfer = self._addresses[asked.prefill], uuid.uuid4().hex
-        told = {"do_remote_prefill": True, "transfer_id": transfer, "remote_engine_id": address}
-        answers: list[aiohttp.ClientResponse] = []
-
-        async def ask_decode() -> None:
-            answers.append(await stack.enter_async_context(self._decoding(asked, told)))
-            if answers[0].status != 200:
-                raise DecodeFailed(answers[0].status, await answers[0].read())
-
-        try:
+        """Have prefill compute a request that decode continues; return decode's answer, which `stack` closes."""
+        address = self._addresses.get(asked.prefill)
+        if address is not None:
+            told = {"do_remote_prefill": True, "transfer_id": asked.transfer, "remote_engine_id": address}
             async with open_tasks() as tasks:
-                tasks.start_soon(ask_decode)
-                params = await self._ask_prefill(asked, transfer)
-        except DecodeFailed as error:
-            if error.status < 500:
-                raise
+                tasks.start_soon(self._ask_prefill, asked)
+                answer = await self._ask_decode(asked, told, stack)
+                if answer.status != 200:
+                    tasks.cancel_scope.cancel()
+            if answer.status < 500 and self._addresses.get(asked.prefill) == address:
+                return answer
             self._addresses.pop(asked.prefill, None)  # prefill may have restarted at another address
-            return None, None
-        if _address_in(params) != address:
-            answers[0].close()
-            return None, params
-        return answers[0], params
+            answer.close()
+            self._withdraw(asked)
+            asked.transfer = uuid.uuid4().hex
+        return await self._ask_decode(asked, await self._ask_prefill(asked), stack)
 
-    async def _ask_prefill(self, asked: Asked, transfer: str | None = None) -> dict[str, Any]:
-        told = PREFILL_PARAMS if transfer is None else {**PREFILL_PARAMS, "transfer_id": transfer}
-        body = {key: value for key, value in asked.body.items() if key not in ("stream_options", "min_tokens")}
-        body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": told}
+    async def _ask_prefill(self, asked: Asked) -> msgspec.Raw:
+        told = {**PREFILL_PARAMS, "transfer_id": asked.transfer}
+        body: dict[str, Any] = {**asked.fields, "stream": False, "max_tokens": 1, "kv_transfer_params": told}
         body |= {name: 1 for name in ("max_completion_tokens", "n", "best_of") if name in body}
-        async with self._reached(asked.prefill, body, asked.headers) as answer:
-            if answer.status != 200:
-                raise BadAnswer(answer.status, await answer.read())
-            params = _object(await answer.read(), 502).get("kv_transfer_params")
-        if not isinstance(params, dict):
-            raise _bad_gateway(
-                f"{asked.prefill} answered without kv_transfer_params: is it a prefill server with a connector?"
-            )
-        address = _address_in(params)
-        if self._is_concurrent and address is not None:
-            self._addresses[asked.prefill] = address
+        for name in ("stream_options", "min_tokens"):
+            body.pop(name, None)
+        asked.is_kept = True
+        async with self._reached(asked.prefill + asked.path, body, asked.headers) as answer:
+            text = await answer.read()
+        if answer.status != 200:
+            asked.is_kept = False
+            raise BadAnswer(answer.status, text)
+        params = _fields(text, 502).get("kv_transfer_params", msgspec.Raw(b"null"))
+        if not bytes(params).startswith(b"{"):
+            raise _failed(f"{asked.prefill} answered without kv_transfer_params: is it a prefill server?")
+        found = _fields(bytes(params), 502)
+        host, port = (msgspec.json.decode(found.get(f"remote_{name}", b"null")) for name in ("host", "port"))
+        if isinstance(host, str) and isinstance(port, int):
+            self._addresses[asked.prefill] = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         return params
 
-    def _decoding(self, asked: Asked, params: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._reached(asked.decode, {**asked.body, "kv_transfer_params": params}, asked.headers)
+    async def _ask_decode(self, asked: Asked, params: object, stack: AsyncExitStack) -> aiohttp.ClientResponse:
+        body = {**asked.fields, "kv_transfer_params": params}
+        answer = await stack.enter_async_context(self._reached(asked.decode + asked.path, body, asked.headers))
+        asked.is_kept &= answer.status != 200
+        return answer
+
+    def _withdraw(self, asked: Asked) -> None:
+        """Tell prefill that nobody will ask for a request, unless decode knows it."""
+        if asked.is_kept:
+            self._counts["withdrawn_total"] += 1
+            params = {"kvflow_withdrawn": asked.transfer}
+            fields = {"model": asked.fields.get("model"), "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+            self._tasks.start_soon(self._tell_prefill, f"{asked.prefill}/v1/completions", fields, asked.headers)
+
+    async def _tell_prefill(self, url: str, fields: object, headers: Any) -> None:
+        with suppress(BadAnswer):
+            async with self._reached(url, fields, headers) as answer:
+                await answer.read()
 
     @asynccontextmanager
     async def _reached(
-        self, url: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+        self, url: str, fields: object = None, headers: Any = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        method = "GET" if body is None else "POST"
+        data = None if fields is None else msgspec.json.encode(fields)
+        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data else {})}
         try:
-            answer = await self._session.request(method, url, json=body, headers=headers)
-        except aiohttp.ClientError as error:
-            raise _bad_gateway(f"{url} cannot be reached: {error}") from error
+            answer = await self._session.request("POST" if data else "GET", url, data=data, headers=sent)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise _failed(f"{url} cannot be reached: {error!r}") from error
         async with answer:
             yield answer
 
 
-def _address_in(params: Mapping[str, Any]) -> str | None:
-    """Return the address of prefill's rank from its answer, or None."""
-    host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or not isinstance(port, int):
-        return None
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+async def _refuse(request: web.BaseRequest) -> web.StreamResponse:
+    raise BadAnswer(404, _error(404, f"there is nothing at {request.path}"))
 
 
-def _object(text: bytes, status: int = 400) -> dict[str, Any]:
+def _fields(text: bytes, status: int = 400) -> dict[str, msgspec.Raw]:
     try:
-        body = json.loads(text)
-    except ValueError as error:
-        raise BadAnswer(status, _error(status, f"body is not JSON: {error}")) from error
-    if not isinstance(body, dict):
-        raise BadAnswer(status, _error(status, "body is not a JSON object"))
-    return body
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise BadAnswer(status, _error(status, f"body is not a JSON object: {error}")) from error
 
 
-async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    response = web.StreamResponse(status=answer.status)
+def _to_pass_on(headers: Any) -> Any:
+    kept = headers.copy()
+    for name in HOP_BY_HOP:
+        kept.popall(name, None)
+    return kept
+
+
+async def _pass_on(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers=_to_pass_on(answer.headers))
     response.content_type = answer.content_type
     await response.prepare(request)
     try:
         async for piece in answer.content.iter_any():
-            await response.write(piece)
+            async with asyncio.timeout(CLIENT_S):
+                await response.write(piece)
     except aiohttp.ClientError as error:  # the status has been sent already, so the body must contain the error
-        lost = _bad_gateway(f"{answer.url} ended in the middle of its answer: {error}")
+        lost = _failed(f"{answer.url} ended in the middle of its answer: {error}")
         await response.write(b"data: " + lost.body + b"\n\n")
     await response.write_eof()
     return response
 
 
-def _bad_gateway(message: str) -> BadAnswer:
-    print(f"kvflow proxy: {message}", file=sys.stderr, flush=True)
-    return BadAnswer(502, _error(502, message))
+def _failed(message: str, status: int = 502) -> BadAnswer:
+    with suppress(OSError):
+        print(f"kvflow proxy: {message}", file=sys.stderr, flush=True)
+    return BadAnswer(status, _error(status, message))
 
 
 def _error(status: int, message: str) -> bytes:
-    return json.dumps({"error": {"message": message, "type": "proxy_error", "code": status}}).encode()
+    return msgspec.json.encode({"error": {"message": message, "type": "proxy_error", "code": status}})
 
 
 @asynccontextmanager
-async def serve_proxy(
-    prefill: Sequence[str], decode: Sequence[str], host: str, port: int, *, is_concurrent: bool = False
-) -> AsyncIterator[str]:
-    """Serve until the block is left.
-
-    Args:
-        prefill: URLs of the prefill servers.
-        decode: URLs of the decode servers.
-        host: Host to listen on.
-        port: Port to listen on; 0 picks a free one.
-        is_concurrent: Ask prefill and decode at the same time.
-
-    Yields:
-        The proxy's URL.
+async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> AsyncIterator[str]:
+    """Serve until the block is left, and yield the proxy's URL; port 0 picks a free one.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        proxy = Proxy(prefill, decode, session, is_concurrent=is_concurrent)
-        runner = web.AppRunner(proxy.application(), handler_cancellation=True, access_log=None)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session, open_tasks() as tasks:
+        runner = web.ServerRunner(Proxy(prefill, decode, session, tasks))
         await runner.setup()
         try:
             try:
@@ -296,3 +296,4 @@ async def serve_proxy(
             yield f"http://{host}:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
+            tasks.cancel_scope.cancel()

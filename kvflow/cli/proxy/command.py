@@ -1,16 +1,16 @@
-"""Run a minimal router for prefill and decode servers until interrupted."""
+"""Run a router that asks prefill and decode servers at the same time, until interrupted."""
 
 import argparse
-import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import anyio
 
+from kvflow.cli.options import check_installed
 from kvflow.errors import ConfigError
 
-__all__ = ["add_arguments", "add_concurrent", "check_installed", "prepare"]
+__all__ = ["add_arguments", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{side}", action="append", default=[], metavar="URL", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="host to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one")
-    add_concurrent(parser)
-
-
-def add_concurrent(parser: argparse.ArgumentParser) -> None:
-    """Add the option that both commands with a proxy have."""
-    parser.add_argument(
-        "--concurrent",
-        action="store_true",
-        help="ask prefill and decode at the same time, so that pages move while the prompt is computed",
-    )
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -51,21 +41,6 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     return serve
 
 
-def check_installed(*packages: str) -> None:
-    """Check that packages are installed.
-
-    Raises:
-        ConfigError: Some are not; the error names them.
-    """
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ConfigError(
-            "command requires packages that are not installed",
-            missing=missing,
-            install=f"pip install {' '.join(missing)}",
-        )
-
-
 def _checked(option: str, url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
@@ -78,8 +53,7 @@ async def _serve(prefill: Sequence[str], decode: Sequence[str], arguments: argpa
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing
 
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        proxy = serve_proxy(prefill, decode, arguments.host, arguments.port, is_concurrent=arguments.concurrent)
-        async with proxy as url:
+        async with serve_proxy(prefill, decode, arguments.host, arguments.port) as url:
             print(url, flush=True)
             async for received in signals:
                 print(f"kvflow proxy: stopped by {received.name}", file=sys.stderr)

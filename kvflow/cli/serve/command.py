@@ -1,20 +1,22 @@
-"""Run a prefill server, a decode server and a proxy on this machine until interrupted."""
+"""Run a prefill server, a decode server and a router on this machine until interrupted."""
 
 import argparse
 import importlib
 import json
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 
+from kvflow.cli.options import check_installed
 from kvflow.cli.processes import open_tasks
-from kvflow.cli.proxy.command import add_concurrent, check_installed
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("engine", choices=["vllm"], help="inference engine")
     parser.add_argument("model", help="smollm2, a directory, or a model name that the engine knows")
-    parser.add_argument("--host", default="127.0.0.1", help="host that the proxy listens on; the servers use loopback")
-    parser.add_argument("--port", type=int, default=8000, help="proxy port; the servers use the next two")
-    add_concurrent(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="host that the router listens on; the servers use loopback")
+    parser.add_argument("--port", type=int, default=8000, help="router port; the servers use the next two")
+    parser.add_argument(
+        "--concurrent",
+        action="store_true",
+        help="use `kvflow proxy`, which asks prefill and decode at the same time, although vllm-router is installed",
+    )
     parser.add_argument("--extra-config", metavar="JSON", help="settings of kvflow's connector, see docs/vllm.md")
     parser.add_argument(
         "--engine-arguments",
@@ -50,7 +56,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ConfigError: An option is invalid, or a package is missing.
     """
-    if not 1 <= arguments.port <= 65_533:
+    if not 1 <= arguments.port <= 65_532:
         raise ConfigError("port is out of range", option="--port", value=arguments.port)
     extra = _extra_config(arguments.extra_config)
     words = _words(arguments.engine_arguments)
@@ -71,6 +77,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
             is_cpu=is_cpu,
         )
     ]
+
+    program = None if arguments.concurrent else shutil.which("vllm-router")
+    if program is not None:
+        servers.append(vllm.router(program, servers, arguments.host, arguments.port, logs))
 
     def serve() -> int:
         return anyio.run(_serve, servers, arguments)
@@ -121,34 +131,34 @@ async def _serve(servers: "list[Server]", arguments: argparse.Namespace) -> int:
     """Run until a signal arrives, or a server ends.
 
     Args:
-        servers: Prefill and decode, see `kvflow.cli.serve.server`.
+        servers: Prefill, decode and perhaps a router, see `kvflow.cli.serve.server`.
         arguments: Arguments of the command.
     """
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - aiohttp may be missing
     from kvflow.cli.serve.server import ServerFailed  # noqa: PLC0415 - as above
 
-    prefill, decode = ([server.url] for server in servers)
-    proxy = serve_proxy(prefill, decode, arguments.host, arguments.port, is_concurrent=arguments.concurrent)
+    prefill, decode = ([server.url] for server in servers[:2])
     try:
-        async with (
-            open_tasks() as tasks,
-            proxy as url,
-            anyio.create_task_group() as watching,
-        ):
+        async with open_tasks() as tasks, AsyncExitStack() as stack:
+            url = servers[-1].url
+            if len(servers) == 2:
+                url = await stack.enter_async_context(serve_proxy(prefill, decode, arguments.host, arguments.port))
+            watching = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(_stop_on_signal, tasks.cancel_scope)
-            for server in servers:
-                server.start()
-                watching.start_soon(server.watch)
-                print(f"{server.name:8} {server.url}   log: {server.log}", flush=True)
             print("starting (takes a minute or more)", flush=True)
-            for server in servers:
-                await server.wait_until_ready()
+            for started in (servers[:2], servers[2:]):  # a router needs its servers
+                for server in started:
+                    server.start()
+                    watching.start_soon(server.watch)
+                    print(f"{server.name:8} {server.url}   log: {server.log}", flush=True)
+                for server in started:
+                    await server.wait_until_ready()
             print(f"ready: {url}\n\n{_curl(url, arguments.model)}\n", flush=True)
     except ServerFailed as failed:
         print(f"kvflow serve: {failed.message}: {failed.server.name}\n{failed.server.tail()}", file=sys.stderr)
         return EXIT_SERVER_ENDED
     finally:
-        for server in servers:
+        for server in reversed(servers):
             server.stop()
     return 0
 

@@ -11,7 +11,17 @@ import msgspec
 
 from kvflow.cli.serve.server import Server
 
-__all__ = ["CPU_ARGUMENTS", "CPU_ENVIRONMENT", "KVFLOW", "Role", "VllmServer", "halves_of_cpus", "pair", "vllm_server"]
+__all__ = [
+    "CPU_ARGUMENTS",
+    "CPU_ENVIRONMENT",
+    "KVFLOW",
+    "Role",
+    "VllmServer",
+    "halves_of_cpus",
+    "pair",
+    "router",
+    "vllm_server",
+]
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -89,6 +99,22 @@ def vllm_server(options: VllmServer, logs: Path) -> Server:
         url=f"http://127.0.0.1:{options.port}",
         log=log,
     )
+
+
+def router(program: str, servers: Sequence[Server], host: str, port: int, logs: Path) -> Server:
+    """Create vLLM's own router, without starting it.
+
+    Args:
+        program: Path of `vllm-router`.
+        servers: Prefill and decode.
+        host: Host to listen on.
+        port: Port to listen on.
+        logs: Directory for its log.
+    """
+    command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+    command += [word for server in servers for word in (f"--{server.name}", server.url)]
+    command += ["--host", host, "--port", str(port), "--prometheus-host", host, "--prometheus-port", str(port + 3)]
+    return Server("router", command, {}, url=f"http://{host}:{port}", log=logs / "router.log")
 
 
 def halves_of_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:

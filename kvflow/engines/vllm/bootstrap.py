@@ -1,63 +1,84 @@
 """`GET /query`, answered like the bootstrap server of vLLM's MooncakeConnector.
 
 A router asks once for the id of prefill's engine, and passes it to decode with each request. Here, that id is the
-address of the first prefill rank, so decode needs no further lookup.
+address of the first prefill rank, so decode needs no further lookup. The answer is the same for all, and needs no key.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvflow import ConfigError
+from kvflow.blocking import LoopThread
 
 __all__ = ["serve_query"]
 
 REQUEST_S: Final = 5.0
+"""Time for a whole request and its answer."""
+
+MAX_HEAD_BYTES: Final = 8_192
+MAX_CONNECTIONS: Final = 32
+"""Connections at a time; further ones are closed at once."""
 
 
 @contextmanager
-def serve_query(host: str, port: int, endpoint: str) -> Iterator[None]:
-    """Serve queries in a thread, for which vLLM's worker does not wait.
+def serve_query(host: str, port: int, endpoint: str, loop: LoopThread) -> Iterator[None]:
+    """Serve queries on the event loop of the rank.
 
     Args:
         host: Host to listen on.
         port: Port to listen on.
         endpoint: Endpoint of the first prefill rank.
+        loop: The event loop.
 
     Raises:
         ConfigError: The address cannot be bound.
     """
     body = json.dumps({"0": {"engine_id": endpoint, "worker_addr": {"0": {"0": endpoint}}}}).encode()
+    open_tasks: set[asyncio.Task[None]] = set()
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_S
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                is_query = head.split(b" ", 2)[:2] == [b"GET", b"/query"]
+                status, content = (b"200 OK", body) if is_query else (b"404 Not Found", b"")
+                writer.write(b"HTTP/1.1 %b\r\nContent-Type: application/json\r\n" % status)
+                writer.write(b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(content), content))
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # TimeoutError is an OSError
+        finally:
+            writer.close()
 
-        def do_GET(self) -> None:
-            if self.path != "/query":
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(open_tasks) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.create_task(answer(reader, writer))
+        open_tasks.add(task)
+        task.add_done_callback(open_tasks.discard)
 
-        def log_message(self, *_: object) -> None:
-            """Log nothing: a router asks only once."""
+    async def start() -> asyncio.Server:
+        return await asyncio.start_server(connected, host, port, limit=MAX_HEAD_BYTES)
 
-    try:
-        server = ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
-        raise ConfigError("address cannot be bound", setting="mooncake_port", value=port, detail=str(error)) from error
-    server.daemon_threads = True
-    thread = Thread(target=server.serve_forever, name="kvflow-query", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    async def stop(server: asyncio.Server) -> None:
+        server.close()
+        for task in list(open_tasks):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    with loop.use() as portal:
+        try:
+            server = portal.call(start)
+        except OSError as error:
+            raise ConfigError(
+                "address cannot be bound", setting="mooncake_port", value=port, detail=str(error)
+            ) from error
+        try:
+            yield
+        finally:
+            portal.call(stop, server)

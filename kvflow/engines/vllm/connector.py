@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
 
 from kvflow import ConfigError
+from kvflow.engines.logs import adapter_logger
 from kvflow.engines.trust import chosen_trust
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
@@ -35,7 +36,12 @@ from kvflow.engines.vllm.worker import ConnectorWorker
 
 __all__ = ["KvflowConnector"]
 
+LOGGER: Final = adapter_logger("vllm.kvflow")
+
 COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+SUPPORTED: Final = "0.32"
+"""The version of vLLM with which this connector is tested."""
 
 EMPTY_STEP_S: Final = 3e-3
 """How long a step that computes nothing waits for kvflow; a request that arrives meanwhile is delayed by up to that."""
@@ -64,7 +70,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = read_options(transfer.kv_connector_extra_config)
-        _refuse_unserved(vllm_config.parallel_config, self._options)
+        _refuse_unserved(vllm_config, self._options)
+        _warn_of_other_version()
         self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
         self._ranks: Ranks | None = None
@@ -89,6 +96,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         return None if model is None or model.use_mla else "LBHNC"  # the tokens of a head are adjacent
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: memory that is mapped anew is not registered again. vLLM 0.33 asks for it."""
+        return False
+
+    @classmethod
     @override
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return read_options(extra_config).layerwise
@@ -97,8 +109,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        if metadata:  # empty on decode
-            self._scheduler.know_worker(metadata[min(metadata)].ticket)
+        own = {place: it for place, it in metadata.items() if isinstance(it, WorkerAddress)}
+        if own:  # none on decode
+            self._scheduler.know_worker(own[min(own)].ticket)
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -181,6 +194,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             layerwise=self._options.layerwise,
             patience_s=self._patience_s,
             on_end=self._stats.note,
+            on_blocks=self._stats.note_blocks,
         )
         sleep_instead_of_spinning(lambda: self._worker.is_moving)
 
@@ -222,13 +236,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report: WorkerReport | None = self._worker.take_report()
-        if report is not None:
-            self._stats.note_blocks(held=len(report.held), freed=len(report.freed))
         return report
 
     @override
     def get_kv_connector_stats(self) -> Any:
-        return None if self._stats.is_empty() else self._stats.clone_and_reset()
+        return None if self._stats.is_empty() else self._stats.take()
 
     @override
     def shutdown(self) -> None:
@@ -250,22 +262,29 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _refuse_unserved(parallel: Any, options: Options) -> None:
+def _refuse_unserved(config: Any, options: Options) -> None:
     """Reject unsupported configurations, before anything is opened.
 
     Raises:
         ConfigError: The configuration is not supported; the error names what is not.
     """
+    parallel = config.parallel_config
     # vLLM sets the size to 1 in the engines of dense models, which are independent; their index remains.
     is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
     unserved = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
+        "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:
         raise ConfigError("kvflow does not serve this configuration of vLLM", found=found)
+
+
+def _warn_of_other_version() -> None:
+    if not vllm_version.startswith(f"{SUPPORTED}."):
+        LOGGER.warning("kvflow's connector is tested with vLLM %s, but this is %s", SUPPORTED, vllm_version)
 
 
 def _share(value: str | None) -> str:

@@ -8,13 +8,25 @@ decode a `transfer_id` of its own, and the id of prefill's engine, for which it 
 """
 
 import hashlib
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
 
-__all__ = ["Reference", "digest_of", "is_for_decode", "reply", "room_of", "take_reference"]
+__all__ = [
+    "NOTHING_KEPT",
+    "WITHDRAWN",
+    "Reference",
+    "digest_of",
+    "has_ticket",
+    "is_for_decode",
+    "reply",
+    "room_of",
+    "take_reference",
+    "withdrawn_room",
+]
 
 MAX_NAME_BYTES: Final = 200
 """Request ids come from clients and routers. An id that is longer, or is not valid text, is hashed."""
@@ -23,6 +35,17 @@ TICKET: Final = "kvflow_ticket"
 PROMPT: Final = "kvflow_prompt"
 TRANSFER: Final = "transfer_id"
 ENGINE: Final = "remote_engine_id"
+WITHDRAWN: Final = "kvflow_withdrawn"
+"""Key of a request to prefill which says that nobody will ask for the room of this `transfer_id`."""
+
+NOTHING_KEPT: Final = {"do_remote_prefill": False, "do_remote_decode": False}
+"""Parameters of a reply after which decode computes the request itself."""
+
+CHILD: Final = re.compile(r"\d+_(.+)", re.DOTALL)
+"""vLLM's id of one of `n` answers to a prompt. The group is the id of the prompt."""
+
+LATER_PROMPT: Final = re.compile(r"cmpl-.*-[1-9]\d*-[0-9a-f]{8}", re.DOTALL)
+"""vLLM's id of a prompt of a batch other than the first; its reply contains the ticket of the first alone."""
 
 
 class Reference(NamedTuple):
@@ -64,8 +87,24 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
 
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
-    """Return the room of a request on prefill: the router's id if it sent one, else vLLM's."""
-    return _as_room(str(params.get(TRANSFER) or request_id))
+    """Return the room of a request on prefill: the router's id if it sent one, else vLLM's id of its prompt."""
+    return _as_room(str(params.get(TRANSFER) or _prompt_id(request_id)))
+
+
+def has_ticket(request_id: str) -> bool:
+    """Return whether vLLM passes the ticket of a request to the router."""
+    return LATER_PROMPT.fullmatch(_prompt_id(request_id)) is None
+
+
+def withdrawn_room(params: Mapping[str, Any] | None) -> str | None:
+    """Return the room for which nobody will ask, if the router says so with this request."""
+    transfer = (params or {}).get(WITHDRAWN)
+    return None if transfer is None else _as_room(str(transfer))
+
+
+def _prompt_id(request_id: str) -> str:
+    child = CHILD.fullmatch(request_id)
+    return request_id if child is None else child[1]
 
 
 def _as_room(name: str) -> str:

@@ -26,6 +26,7 @@ class Group:
         window: Number of tokens that a token attends to, including itself; None for all before it. vLLM frees blocks
             outside the window, and puts block 0 in their place.
         state: State of recurrent layers; None for attention. A request has one block of it, for all of its tokens.
+        is_moved: False if vLLM excludes the group from transfers, so that each server computes its own.
     """
 
     component: str
@@ -35,6 +36,7 @@ class Group:
     is_latent: bool = False
     window: int | None = None
     state: RecurrentState | None = None
+    is_moved: bool = True
 
     @property
     def keeps_all(self) -> bool:
@@ -45,8 +47,10 @@ class Group:
         """Return the first token that `token` attends to."""
         return 0 if self.window is None else max(token + 1 - self.window, 0)
 
-    def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks:
-        """Return the blocks that contain some tokens."""
+    def blocks_of(self, table: Sequence[int], start: int, stop: int) -> GroupBlocks | None:
+        """Return the blocks that contain some tokens; None if the group is not moved."""
+        if not self.is_moved:
+            return None
         if self.state is not None:
             return GroupBlocks(0, list(table[:1]))
         return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))
@@ -70,13 +74,13 @@ def _describe(component: str, group: Any, channels_first: bool) -> Group:
     spec = group.kv_cache_spec
     kind = type(spec).__name__
     layers = tuple(group.layer_names)
+    if not getattr(group, "enable_kv_transfer", True):
+        return Group(component, layers, spec.block_size, heads=0, is_moved=False)
     if kind == "MambaSpec":
         state = describe_state(spec, channels_first=channels_first)
         return Group(component, layers, spec.block_size, heads=1, state=state)
     if kind not in SERVED:
         raise ConfigError("caches of this kind are not served", found=kind)
-    if not getattr(group, "enable_kv_transfer", True):
-        raise ConfigError("caches that vLLM does not let move are not served", found=kind)
     num_slots = getattr(spec, "num_head_slots", None)
     if num_slots is not None and num_slots != spec.num_kv_heads:
         raise ConfigError("heads packed together are not served", slots=num_slots, heads=spec.num_kv_heads)

@@ -43,12 +43,13 @@ class Caches:
         self._groups = groups
 
     def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
-        """Return the page tables of tokens up to `stop`."""
+        """Return the page tables of tokens up to `stop`, of the groups that are moved."""
         return {
             group.component: None
             if given is None
             else TokenPages((given.start, stop if group.state is None else group.state.rows), given.blocks)
             for group, given in zip(self._groups, blocks, strict=True)
+            if group.is_moved
         }
 
 
@@ -81,15 +82,17 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
     """
     if backend in REFUSED:
         raise ConfigError("this attention backend is not served", backend=backend, reason=REFUSED[backend])
-    if any(tensor.ndim != 4 for tensor in caches.values()):
-        shapes = [list(tensor.shape) for tensor in caches.values()]
+    left_out = {name for group in groups if not group.is_moved for name in group.layers}
+    moved = {name: tensor for name, tensor in caches.items() if name not in left_out}
+    if any(tensor.ndim != 4 for tensor in moved.values()):
+        shapes = [list(tensor.shape) for tensor in moved.values()]
         raise ConfigError("caches must have blocks, heads, tokens and content", found=shapes)
-    ordered = dict(sorted(layers.items(), key=lambda item: item[1]))
+    ordered = {name: layer for name, layer in sorted(layers.items(), key=lambda item: item[1]) if name in moved}
     heads = head_range(total_kv_heads, tp_size, tp_rank)
     components = []
-    for group in groups:
+    for group in filter(lambda group: group.is_moved, groups):
         names = [name for name in ordered if name in group.layers]
-        tensors, numbers = [caches[name] for name in names], [layers[name] for name in names]
+        tensors, numbers = [moved[name] for name in names], [layers[name] for name in names]
         if group.state is not None:
             regions = group.state.regions(tensors, numbers, tp_rank=tp_rank)
             components.append(Component(group.component, regions, kind="slot"))
@@ -104,5 +107,5 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
             group.block_size if is_opaque else 1,
         )
         components.append(Component(group.component, regions_from_tensors("kv", tensors, axes, layers=numbers)))
-    layout = layout_from_components(components, fingerprint, tensors=caches.values())
+    layout = layout_from_components(components, fingerprint, tensors=moved.values())
     return Caches(layout, groups, ordered)

@@ -61,6 +61,9 @@ class StepOrders:
         declined: Announced requests that vLLM computes here after all.
         granted: Tokens to receive.
         awaited: Ended requests whose blocks vLLM frees once it is told that they were sent.
+        leased: Requests whose ticket leaves now.
+        abandoned: Requests that ended without a ticket.
+        reclaimed: Ended requests whose blocks others need, and whether an announcement by decode does not count.
         is_empty: The step computes nothing.
     """
 
@@ -71,6 +74,9 @@ class StepOrders:
     declined: list[str] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
     awaited: list[str] = field(default_factory=list)
+    leased: list[str] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
+    reclaimed: dict[str, bool] = field(default_factory=dict)
     is_empty: bool = False
 
 
@@ -81,14 +87,29 @@ class WorkerReport:
     Attributes:
         held: Blocks of ended requests that are not safe yet, once for each worker.
         freed: Held blocks that are safe by now, once for each worker.
+        asked: Requests for which decode has blocks.
+        lost: Requests that can no longer be handed over.
+        returned: Announced requests that prefill has given back before decode had blocks.
     """
 
     held: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    returned: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.held or self.freed or self.asked or self.lost or self.returned)
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         """Merge the report of another worker."""
-        return WorkerReport(self.held + other.held, self.freed + other.freed)
+        return WorkerReport(
+            self.held + other.held,
+            self.freed + other.freed,
+            self.asked + other.asked,
+            self.lost + other.lost,
+            self.returned + other.returned,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Transfer metrics that vLLM logs and exports: its NIXL series, filled by kvflow, and some of kvflow's own."""
+"""Transfer metrics that vLLM logs and exports, in series of kvflow's own.
+
+vLLM's `vllm:nixl_*` series are not filled: they describe reads that decode posts, which kvflow does not have.
+"""
 
 from typing import Any, Final
 
 from typing_extensions import override
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvflow import FailureReason, Outcome
@@ -12,7 +14,9 @@ from kvflow.blocking import BlockingReceiver, BlockingSender
 
 __all__ = ["Metrics", "Stats"]
 
-FAILURES: Final = "kvflow_failures"
+SECONDS: Final = "kvflow_transfer_seconds"
+BYTES: Final = "kvflow_transfer_bytes"
+FAILURES: Final = "kvflow_failed_transfers"
 ABORTED: Final = "kvflow_aborted_transfers"
 HELD: Final = "kvflow_held_blocks"
 FREED: Final = "kvflow_freed_blocks"
@@ -21,20 +25,42 @@ COUNTERS: Final = {
     HELD: "Blocks kept out of the pool until nothing can be written to them any more.",
     FREED: "Such blocks that are back in the pool.",
 }
-OWN: Final = (FAILURES, *COUNTERS)
+HISTOGRAMS: Final = {
+    SECONDS: (
+        "Time from decode's request for a KV cache until it had arrived, including the time until it was computed.",
+        (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+    ),
+    BYTES: ("Bytes received per transfer.", tuple(2.0 ** (10 + 2 * power) for power in range(13))),
+}
+SERIES: Final = (FAILURES, *COUNTERS, *HISTOGRAMS)
 
 
-class Stats(NixlKVConnectorStats):
+class Stats(KVConnectorStats):
     """Statistics since the last step, as lists, so that vLLM can send and concatenate them."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
 
     @override
     def reset(self) -> None:
-        super().reset()
-        self.data |= {name: [] for name in OWN}
+        self.data: dict[str, list[Any]] = {name: [] for name in SERIES}
 
     @override
     def is_empty(self) -> bool:
-        return super().is_empty() and not any(self.data[name] for name in OWN)
+        return not any(self.data.values())
+
+    @override
+    def aggregate(self, other: KVConnectorStats) -> "Stats":
+        for name, values in other.data.items():
+            self.data[name] += values
+        return self
+
+    def take(self) -> "Stats":
+        """Return the statistics, and begin anew."""
+        taken = Stats(self.data)
+        self.reset()
+        return taken
 
     def note(self, transfer: BlockingSender | BlockingReceiver) -> None:
         """Record a transfer that has ended."""
@@ -42,58 +68,66 @@ class Stats(NixlKVConnectorStats):
             reason = "unknown" if transfer.failure is None else str(transfer.failure.reason.value)
             if reason == FailureReason.ABORTED.value:  # the client has left, or decode had the prompt itself
                 self.data[ABORTED].append(1)
-                return
-            self.data[FAILURES].append(reason)
-            self.data["num_failed_transfers"].append(1)
-            if reason == "not_granted":
-                self.data["num_kv_expired_reqs"].append(1)
+            else:
+                self.data[FAILURES].append(reason)
         elif isinstance(transfer, BlockingReceiver):
             handover = transfer.result()
-            self.data["transfer_duration"].append(handover.elapsed_s)
-            self.data["post_duration"].append(handover.first_notice_s)
-            self.data["bytes_transferred"].append(handover.num_bytes)
-            self.data["num_descriptors"].append(handover.num_notices)
+            self.data[SECONDS].append(handover.elapsed_s)
+            self.data[BYTES].append(handover.num_bytes)
 
-    def note_blocks(self, *, held: int, freed: int) -> None:
+    def note_blocks(self, held: int, freed: int) -> None:
         """Record blocks that are newly held until they are safe, and held blocks that were freed."""
         self.data[HELD] += [held] if held else []
         self.data[FREED] += [freed] if freed else []
 
     @override
     def reduce(self) -> dict[str, Any]:
-        reduced: dict[str, Any] = dict(super().reduce())
-        reasons = sorted(set(self.data[FAILURES]))
-        return reduced | ({"Failures": " ".join(reasons)} if reasons else {}) | {"Blocks held": sum(self.data[HELD])}
+        seconds, reasons = self.data[SECONDS], sorted(set(self.data[FAILURES]))
+        return {
+            "Received": len(seconds),
+            "MB": round(sum(self.data[BYTES]) / 1e6, 1),
+            "Mean s": round(sum(seconds) / max(1, len(seconds)), 3),
+            "Blocks held": sum(self.data[HELD]),
+            **({"Failures": " ".join(reasons)} if reasons else {}),
+        }
 
     @classmethod
     def of(cls, data: dict[str, Any] | None) -> KVConnectorStats:
         """Create statistics from what another process sent."""
-        return cls(data=data) if data else cls()
+        return cls(data or {})
 
 
-class Metrics(NixlPromMetrics):
+class Metrics(KVConnectorPromMetrics):
     """Prometheus series."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
-        failures = self._counter_cls(
+        self._labelvalues = labelvalues
+        self._failures = self._counter_cls(
             name="vllm:kvflow_failed_transfers",
             documentation="Transfers of KV caches that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
-        self._failures, self._labelvalues = failures, labelvalues
         self._counters = {
             series: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:{series}", documentation=text, labelnames=labelnames),
-                self.per_engine_labelvalues,
+                self._counter_cls(name=f"vllm:{series}", documentation=text, labelnames=labelnames), labelvalues
             )
             for series, text in COUNTERS.items()
+        }
+        self._histograms = {
+            series: create_metric_per_engine(
+                self._histogram_cls(name=f"vllm:{series}", documentation=text, buckets=buckets, labelnames=labelnames),
+                labelvalues,
+            )
+            for series, (text, buckets) in HISTOGRAMS.items()
         }
 
     @override
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        super().observe(transfer_stats_data, engine_idx)
         for reason in transfer_stats_data.get(FAILURES, ()):
             self._failures.labels(*self._labelvalues[engine_idx], reason).inc()
         for series, counter in self._counters.items():
             counter[engine_idx].inc(sum(transfer_stats_data.get(series, ())))
+        for series, histogram in self._histograms.items():
+            for value in transfer_stats_data.get(series, ()):
+                histogram[engine_idx].observe(value)

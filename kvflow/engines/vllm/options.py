@@ -11,11 +11,17 @@ Made = TypeVar("Made")
 
 __all__ = ["Options", "read_options"]
 
-VLLM_TIMEOUTS: Final = {"lease_s": 1.0, "handshake_s": 15.0, "transfer_s": 600.0, "progress_s": 120.0}
+VLLM_TIMEOUTS: Final = {
+    "lease_s": 1.0,
+    "handshake_s": 15.0,
+    "transfer_s": 600.0,
+    "first_bytes_s": 600.0,
+    "progress_s": 120.0,
+}
 """With this lease, prefill's blocks are free within a second after decode was killed.
 
 A worker that computes, or shares its cores, may be silent for seconds, which is tolerated for ten leases. Requests may
-wait in vLLM's queues for minutes.
+wait in vLLM's queues for minutes, on prefill before the first byte has moved.
 """
 
 

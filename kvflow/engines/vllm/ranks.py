@@ -69,14 +69,14 @@ class Ranks:
         return None if self._prefill is None else self._prefill.ticket("any")
 
     def send(self, room: str, label: str) -> BlockingSender:
-        """Start to send a room.
+        """Start to send a room, whose lease starts when its ticket leaves.
 
         Raises:
             KvflowError: The rank cannot send it.
         """
         if self._prefill is None:
             raise kvflow.LocalProtocolError("this server does not prefill", room=room)
-        return self._prefill.send(room, label=label)
+        return self._prefill.send(room, label=label, defer_lease=True)
 
     def announce(self, reference: Reference, label: str) -> BlockingReceiver:
         """Announce a room to be received.
@@ -121,7 +121,7 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
         if place.is_prefill:
             first = place.share(None if prefill is None else prefill.endpoint)
             if options.mooncake_port is not None and place.engine_rank == 0:
-                stack.enter_context(serve_query(options.host, options.mooncake_port, first))
+                stack.enter_context(serve_query(options.host, options.mooncake_port, first, loop))
             if prefill is None:
                 prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry or first))
         if place.is_decode:

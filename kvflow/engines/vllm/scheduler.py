@@ -11,9 +11,19 @@ from typing import Any, Final
 
 from kvflow import KvflowError, Trust
 from kvflow.engines.logs import adapter_logger
-from kvflow.engines.vllm.dialect import digest_of, is_for_decode, reply, room_of, take_reference
+from kvflow.engines.vllm.dialect import (
+    NOTHING_KEPT,
+    digest_of,
+    has_ticket,
+    is_for_decode,
+    reply,
+    room_of,
+    take_reference,
+    withdrawn_room,
+)
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
+from kvflow.engines.vllm.shortage import Shortage
 
 __all__ = ["ConnectorScheduler"]
 
@@ -26,23 +36,31 @@ Later, it learns it with the next request.
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sending:
-    """A request that is computed here.
+    """A prompt that is computed here.
 
     Attributes:
         room: Room in which it is sent.
-        prompt: `digest_of` its prompt.
-        num_tokens: Tokens of its prompt.
+        request_id: The request that sends it. With `n` > 1, vLLM has other requests for the same prompt.
+        prompt: `digest_of` the prompt.
+        num_tokens: Tokens of the prompt.
         stop: Number of these tokens that are computed here.
         sent: Tokens that the workers were ordered to send.
+        num_open: Requests for the prompt that have not ended. The router has its answer when all have.
+        is_kept: A request has ended that vLLM answers with a ticket, so decode may come.
+        is_lost: It can no longer be handed over.
     """
 
     room: str
+    request_id: str
     prompt: str
     num_tokens: int
     stop: int
     sent: int = 0
+    num_open: int = 1
+    is_kept: bool = False
+    is_lost: bool = False
 
     @property
     def is_sent(self) -> bool:
@@ -68,12 +86,16 @@ class ConnectorScheduler:
         self._is_decode = is_decode
         self._trust = trust
         self._ticket: Mapping[str, object] = {}
+        self._rooms: dict[str, _Sending] = {}
         self._sending: dict[str, _Sending] = {}
+        self._others: dict[str, _Sending] = {}
+        self._ended: dict[str, _Sending] = {}
         self._announced: dict[str, None] = {}
         self._taken_over: dict[str, str] = {}
         self._leaders: dict[str, str] = {}
         self._followers: dict[str, str] = {}
         self._orders = StepOrders()
+        self._shortage = Shortage()
         self._pool: Any = None
         self._kept: dict[str, list[int]] = {}
         self._num_held = 0
@@ -90,20 +112,34 @@ class ConnectorScheduler:
 
     def add(self, request: Any) -> None:
         """Accept a request: both sides start before there are blocks for it."""
-        if self._is_prefill and is_for_decode(request.kv_transfer_params):
+        params = request.kv_transfer_params
+        if self._is_prefill and (withdrawn := withdrawn_room(params)) is not None:
+            self._withdraw(withdrawn)
+        elif self._is_prefill and is_for_decode(params):
             self._open(request)
         elif self._is_decode:
             self._announce(request)
 
     def _open(self, request: Any) -> None:
-        """Let decode ranks ask for a request; a prompt that is not given as tokens is not handed over."""
+        """Let decode ranks ask for a request; a prompt that is not given as tokens is not handed over.
+
+        With `n` > 1, all requests for one prompt have one room; in a batch of prompts, only the first has a ticket.
+        """
         request_id, params = request.request_id, request.kv_transfer_params
         if not request.prompt_token_ids:
             LOGGER.warning("kvflow: %s is not handed over: its prompt has no tokens", request_id)
             return
+        if not has_ticket(request_id):
+            return
         room, prompt, num_tokens = room_of(params, request_id), digest_of(request), len(request.prompt_token_ids)
+        known = self._rooms.get(room)
+        if known is not None and known.prompt == prompt and not known.is_lost:
+            known.num_open += 1
+            self._others[request_id] = known
+            return
         self._leave_last_token(request)
-        self._sending[request_id] = _Sending(room, prompt, num_tokens, len(request.prompt_token_ids))
+        sending = _Sending(room, request_id, prompt, num_tokens, len(request.prompt_token_ids))
+        self._rooms[room] = self._sending[request_id] = sending
         self._orders.opened[request_id] = room
 
     def _leave_last_token(self, request: Any) -> None:
@@ -114,6 +150,15 @@ class ConnectorScheduler:
             del request._all_token_ids[-1:]
             request.num_prompt_tokens -= 1
             request.max_tokens = 1
+
+    def _withdraw(self, room: str) -> None:
+        """Give up a room for which nobody will ask. A request that is not computed yet is aborted by its client."""
+        sending = self._rooms.get(room)
+        if sending is None:
+            return
+        sending.is_lost = True
+        if sending.request_id not in self._sending:
+            self._orders.reclaimed[sending.request_id] = True
 
     def _announce(self, request: Any) -> None:
         """Announce a request to prefill; compute it here if it cannot be taken over."""
@@ -148,16 +193,18 @@ class ConnectorScheduler:
         blocks here.
         """
         request_id = request.request_id
-        if request_id in self._announced:
-            return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
         if self._followers.get(request_id) in self._leaders:
             return None
         self._followers.pop(request_id, None)
+        self._shortage.wants_blocks(request_id)
+        if request_id in self._announced:
+            return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
         """Order workers to receive into blocks, or to decline if vLLM wants nothing of what was computed elsewhere."""
         request_id = request.request_id
+        self._shortage.has_blocks(request_id)
         if request_id not in self._announced:
             return
         del self._announced[request_id]
@@ -176,12 +223,14 @@ class ConnectorScheduler:
     def step(self, output: Any) -> StepOrders:
         """Return the orders of a step: decisions since the last one, and the tokens that the step computes."""
         for request_id in output.preempted_req_ids or ():
-            if request_id in self._sending:
-                self._sending[request_id].sent = 0  # it gets new blocks, and its tokens are sent again
-                self._let_go(request_id)
+            sending = self._sending.get(request_id)
+            if sending is not None and not sending.is_sent:  # else its blocks stay until they were sent
+                sending.sent = 0  # it gets new blocks, and its tokens are sent again
                 self._orders.preempted.append(request_id)
         if self._sending:
             self._order_chunks(output)
+        if self._pool is not None:
+            self._orders.reclaimed |= self._shortage.reclaim(len(self._pool.blocks), time.monotonic())
         orders, self._orders = self._orders, StepOrders()
         orders.is_empty = self.is_empty = not output.total_num_scheduled_tokens
         return orders
@@ -202,7 +251,7 @@ class ConnectorScheduler:
                 order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
                 self._orders.chunks[request_id] = order
                 if order.is_last:
-                    self._keep(request_id, order)
+                    self._keep(request_id, self._offered(blocks, 0, stop, sending))
 
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
@@ -218,17 +267,11 @@ class ConnectorScheduler:
             for group, table in zip(self._groups, tables, strict=True)
         ]
 
-    def _keep(self, request_id: str, order: ChunkOrder) -> None:
-        """Keep the blocks of windows: at the end, vLLM frees those outside the window of the token after the last."""
-        blocks = [
-            block
-            for group, given in zip(self._groups, order.blocks, strict=True)
-            if not group.keeps_all and given is not None
-            for block in given.blocks
-        ]
-        if blocks:
-            self._kept[request_id] = blocks
-            self._pool.touch(self._of_pool(blocks))
+    def _keep(self, request_id: str, offered: Iterable[GroupBlocks | None]) -> None:
+        """Keep all blocks that are sent until they were: vLLM may preempt the request, or its window moves on."""
+        blocks = [block for given in offered if given is not None for block in given.blocks]
+        self._kept[request_id] = blocks
+        self._pool.touch(self._of_pool(blocks))
 
     def _let_go(self, request_id: str) -> None:
         self._pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
@@ -244,29 +287,59 @@ class ConnectorScheduler:
         self._announced.pop(request_id, None)
         self._followers.pop(request_id, None)
         self._is_here(request_id)
+        other = self._others.pop(request_id, None)
+        if other is not None:
+            return False, self._answered(other, request_id, is_complete=is_complete)
         sending = self._sending.pop(request_id, None)
-        if sending is None or sending.sent == 0:
+        if sending is None:
             return False, None
-        self._orders.awaited.append(request_id)
         if not is_complete or not sending.is_sent:
-            return True, None
-        try:
-            return True, reply(
-                self._ticket,
-                sending.room,
-                request_id=request_id,
-                num_tokens=sending.num_tokens,
-                prompt=sending.prompt,
-                trust=self._trust,
-            )
-        except KvflowError as error:
-            LOGGER.warning("kvflow: %s is not handed over: %s", request_id, error)
-            return True, None
+            sending.is_lost = True
+            self._orders.abandoned.append(request_id)  # at once, although other answers may not have ended
+        params = self._answered(sending, request_id, is_complete=is_complete)
+        if sending.sent == 0:
+            self._forget(sending)
+            return False, None
+        self._ended[request_id] = sending
+        self._orders.awaited.append(request_id)
+        self._shortage.pin(request_id, len(self._kept.get(request_id, ())), time.monotonic())
+        return True, params
+
+    def _answered(self, sending: _Sending, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
+        """Return the parameters of an answer, and start the lease of the room with the last one."""
+        sending.num_open -= 1
+        params = None
+        if is_complete and sending.is_lost:
+            params = dict(NOTHING_KEPT)
+        elif is_complete:
+            try:
+                params = reply(
+                    self._ticket,
+                    sending.room,
+                    request_id=request_id,
+                    num_tokens=sending.num_tokens,
+                    prompt=sending.prompt,
+                    trust=self._trust,
+                )
+                sending.is_kept = True
+            except KvflowError as error:
+                LOGGER.warning("kvflow: %s is not handed over: %s", request_id, error)
+        if not sending.num_open:
+            is_offered = sending.is_kept and not sending.is_lost
+            (self._orders.leased if is_offered else self._orders.abandoned).append(sending.request_id)
+        return params
+
+    def _forget(self, sending: _Sending) -> None:
+        self._shortage.forget([sending.request_id])
+        if self._rooms.get(sending.room) is sending:
+            del self._rooms[sending.room]
 
     def take_sent(self, request_ids: Iterable[str]) -> None:
         """Handle requests whose blocks are no longer needed for sending."""
-        for request_id in self._kept.keys() & set(request_ids):
+        for request_id in request_ids:
             self._let_go(request_id)
+            if (sending := self._ended.pop(request_id, None)) is not None:
+                self._forget(sending)
 
     def take_received(self, request_ids: Iterable[str]) -> None:
         """Handle requests that have their blocks, or have failed."""
@@ -288,6 +361,16 @@ class ConnectorScheduler:
         self._num_held += len(report.held) - len(report.freed)
         if report.held:
             self._held_at = time.monotonic()
+        self._shortage.note_asked(report.asked)
+        for request_id in report.lost:
+            if (sending := self._sending.get(request_id)) is not None:
+                sending.is_lost = True
+        for request_id in report.returned:
+            if request_id in self._announced:
+                LOGGER.warning("kvflow: %s is computed here: prefill needed its blocks for others", request_id)
+                del self._announced[request_id]
+                self._is_here(request_id)
+                self._orders.declined.append(request_id)
 
     @property
     def awaits_proof(self) -> bool:

@@ -1,8 +1,9 @@
 """The worker side: one transfer for each request that moves.
 
 vLLM's worker thread calls everything, in this order in each step: `preempt`, `begin`, the model, `receive`, `saved` and
-`take_results`. Two of these wait for kvflow's threads: `preempt`, because vLLM is about to overwrite the pages, and
-`take_results`, briefly, in a step that computes nothing. No kvflow error leaves this module, because it would end vLLM.
+`take_results`. Two of these wait for kvflow's threads, for a few milliseconds: `preempt`, because vLLM is about to
+overwrite the pages, and `take_results`, in a step that computes nothing. No kvflow error leaves this module, because it
+would end vLLM.
 
 vLLM is told that a request has ended as soon as its outcome is decided. Blocks that are not safe by then are held until
 they are; see `ConnectorScheduler.take_report`.
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from kvflow import KvflowError, LayersReady, Memory, Outcome
+from kvflow import FailureReason, KvflowError, LayersReady, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.layout import Caches
@@ -31,8 +32,8 @@ LOGGER: Final = adapter_logger("vllm.kvflow")
 LABEL_LENGTH: Final = 200
 """Maximum length of a label. Request ids may be longer; the room has the complete id."""
 
-PREEMPTION_S: Final = 10.0
-"""How long vLLM waits for the pages of a preempted request."""
+PREEMPTION_S: Final = 0.01
+"""How long vLLM waits for the pages of a preempted request; afterwards, the request is not handed over."""
 
 
 @dataclass
@@ -86,6 +87,7 @@ class _Move:
         is_over: The request has ended in vLLM.
         is_told: vLLM was told of its end.
         is_held: Its blocks are kept out of vLLM's pool until they are safe.
+        is_asked: The scheduler was told that decode has blocks for it.
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class _Move:
     is_over: bool = False
     is_told: bool = False
     is_held: bool = False
+    is_asked: bool = False
 
     @property
     def is_decided(self) -> bool:
@@ -110,6 +113,12 @@ class _Move:
         if not isinstance(transfer, BlockingReceiver) or transfer.outcome is not Outcome.SUCCESS:
             return False
         return transfer.result().metadata == self.prompt.encode()
+
+    @property
+    def is_returned(self) -> bool:
+        """Prefill needed its blocks for other requests before there were blocks for it here."""
+        failure = None if self.transfer is None or self.is_awaited or self.is_over else self.transfer.failure
+        return failure is not None and failure.reason is FailureReason.CAPACITY
 
     @property
     def is_safe(self) -> bool:
@@ -136,6 +145,7 @@ class ConnectorWorker:
         layerwise: Send each layer when it has been computed.
         patience_s: How long a step that computes nothing waits for a transfer to end.
         on_end: Called with each transfer that has ended.
+        on_blocks: Called with the number of blocks that are newly held until they are safe, and of those safe by now.
     """
 
     def __init__(
@@ -146,6 +156,7 @@ class ConnectorWorker:
         layerwise: bool,
         patience_s: float,
         on_end: Callable[[BlockingSender | BlockingReceiver], None],
+        on_blocks: Callable[[int, int], None],
     ) -> None:
         self._caches = caches
         self._ranks = ranks
@@ -154,6 +165,7 @@ class ConnectorWorker:
         self._is_empty_step = False
         self._awaited: frozenset[str] = frozenset()
         self._on_end = on_end
+        self._on_blocks = on_blocks
         self._sending: dict[str, _Move] = {}
         self._receiving: dict[str, _Move] = {}
         self._moves: dict[object, _Move] = {}
@@ -187,12 +199,10 @@ class ConnectorWorker:
         until = time.monotonic() + PREEMPTION_S
         while not (sender.is_quiesced or move.is_safe) and (left_s := until - time.monotonic()) > 0:
             self._take(self._ranks.wait_any(left_s))
-        move.blocks.clear()  # vLLM has taken them in any case
-        if sender.is_quiesced or move.is_safe:
-            move.is_offered = sender.is_quiesced and sender.resume_at is None
-            return
-        move.abort()
-        LOGGER.error("kvflow: pages of %s are overwritten while they may still be read", move.request_id)
+        move.blocks.clear()  # vLLM takes them in any case
+        if not (sender.is_quiesced or move.is_safe):
+            LOGGER.warning("kvflow: %s was preempted while it was read, and is not handed over", move.request_id)
+            move.abort()  # chunks are missing, so decode cannot succeed with what it reads from now on
 
     def begin(self, orders: StepOrders) -> None:
         """Start new transfers, before the model runs."""
@@ -205,10 +215,26 @@ class ConnectorWorker:
             self._receiving[request_id] = move
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id])
+        self._settle_ended(orders)
         if self._layerwise:
             for request_id, chunk in orders.chunks.items():
                 self._gates.append({name: Gate() for name in self._caches.layers})
                 self._send(request_id, chunk, gates=self._gates[-1])
+
+    def _settle_ended(self, orders: StepOrders) -> None:
+        for request_id in orders.leased:
+            if (sender := self._sender(request_id)) is not None:
+                sender.start_lease()
+        for request_id in orders.abandoned:
+            if (sender := self._sender(request_id)) is not None:
+                sender.abort()
+        for request_id, with_announced in orders.reclaimed.items():
+            if (sender := self._sender(request_id)) is not None:
+                sender.reclaim(with_announced=with_announced)
+
+    def _sender(self, request_id: str) -> BlockingSender | None:
+        move = self._sending.get(request_id)
+        return move.transfer if move is not None and isinstance(move.transfer, BlockingSender) else None
 
     def receive(self, orders: StepOrders) -> None:
         """Grant pages to announced requests."""
@@ -261,7 +287,7 @@ class ConnectorWorker:
     def take_report(self) -> WorkerReport | None:
         """Return a report for the scheduler, or None if there is nothing to report."""
         report, self._report = self._report, WorkerReport()
-        return report if report.held or report.freed else None
+        return report or None
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -270,6 +296,7 @@ class ConnectorWorker:
             move = _Move(request_id, begin(request_id[:LABEL_LENGTH]))
         except KvflowError as error:
             LOGGER.warning("kvflow: %s does not move: %s", request_id, error)
+            self._report.lost.append(request_id)
             return _Move(request_id, None)
         self._moves[move.transfer] = move
         return move
@@ -278,7 +305,7 @@ class ConnectorWorker:
         self, request_id: str, order: ChunkOrder, *, ready: Any = None, gates: Mapping[str, Gate] | None = None
     ) -> None:
         move = self._sending.get(request_id)
-        if move is None or move.is_offered:  # everything had been posted when it was preempted
+        if move is None:
             return
         move.note(order.blocks)
         move.is_offered = order.is_last
@@ -327,12 +354,25 @@ class ConnectorWorker:
             move = self._moves.get(update.transfer)
             if move is None:
                 continue
+            self._note_news(move)
             if move.is_awaited:
                 self._end_if_decided(move)
             if move.is_decided and move.is_safe:
                 self._moves.pop(update.transfer, None)
                 if move.is_held:
                     self._report.freed += move.blocks
+                    self._on_blocks(0, len(move.blocks))
+
+    def _note_news(self, move: _Move) -> None:
+        """Report to the scheduler what changes its decisions about a request that has not ended."""
+        if isinstance(move.transfer, BlockingSender):
+            if move.transfer.wanted is not None and not move.is_asked:
+                move.is_asked = True
+                self._report.asked.append(move.request_id)
+            if move.transfer.failure is not None and not move.is_over:
+                self._report.lost.append(move.request_id)
+        elif move.is_returned:
+            self._report.returned.append(move.request_id)
 
     def _end_if_decided(self, move: _Move) -> None:
         """Report the end of a request to vLLM, once."""
@@ -345,6 +385,7 @@ class ConnectorWorker:
         if not move.is_safe:
             move.is_held = True
             self._report.held += move.blocks
+            self._on_blocks(len(move.blocks), 0)
         if self._sending.get(move.request_id) is move:
             del self._sending[move.request_id]
             self._results.sent.add(move.request_id)

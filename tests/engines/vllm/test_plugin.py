@@ -1,5 +1,6 @@
 """What vLLM discovers of kvflow: the connector by its name, and its metrics."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 
-from kvflow import FailureReason, Outcome
+from kvflow import ConfigError, FailureReason, Outcome
+from kvflow.engines.vllm import connector
 from kvflow.engines.vllm.metrics import Metrics, Stats
+from kvflow.engines.vllm.options import Options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
@@ -33,16 +36,17 @@ def ended(reason: FailureReason) -> SimpleNamespace:
     return SimpleNamespace(outcome=Outcome.FAILED, failure=SimpleNamespace(reason=reason))
 
 
-def test_series_of_vllm_and_of_kvflow_are_filled() -> None:
-    """Statistics of two workers are added and sent to the process that exports them."""
+def test_series_are_filled() -> None:
+    """Statistics of two workers are added and sent to the process that exports them. Those of others stay empty."""
     workers = [Stats(), Stats()]
     for stats in workers:
         for reason in (FailureReason.NOT_GRANTED, FailureReason.ABORTED):
             stats.note(ended(reason))  # type: ignore[arg-type]
-        stats.data["bytes_transferred"].append(2**20)
+        stats.data["kvflow_transfer_bytes"].append(2**20)
         stats.note_blocks(held=3, freed=1)
     assert not workers[0].is_empty()
-    sent = workers[0].aggregate(workers[1]).data
+    sent = workers[0].aggregate(workers[1]).take().data
+    assert workers[0].is_empty()
     config = SimpleNamespace(kv_transfer_config=None)
     kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
     Metrics(config, kinds, ["model_name", "engine"], {0: ["model", "0"]}).observe(sent, 0)
@@ -54,7 +58,31 @@ def test_series_of_vllm_and_of_kvflow_are_filled() -> None:
     assert found["vllm:kvflow_failed_transfers_totalnot_granted"] == 2
     assert found["vllm:kvflow_aborted_transfers_total"] == 2
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
-    assert found["vllm:nixl_num_failed_transfers_total"] == 2  # aborted transfers have not failed
-    assert found["vllm:nixl_num_kv_expired_reqs_total"] == 2
-    assert found["vllm:nixl_bytes_transferred_sum"] == 2**21
+    assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
+    assert not [name for name in found if name.startswith("vllm:nixl")]
     assert Stats.of(sent).reduce()["Failures"] == "not_granted"
+
+
+def test_sleep_mode_is_refused() -> None:
+    """VLLM 0.33 asks the connector; 0.32 does not."""
+    parallel = SimpleNamespace(
+        data_parallel_size=1,
+        data_parallel_index=0,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+    )
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=False))
+    connector._refuse_unserved(config, Options())
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="sleep mode"):
+        connector._refuse_unserved(config, Options())
+    assert not connector.KvflowConnector.supports_sleep_mode(None)
+
+
+def test_another_version_of_vllm_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    connector._warn_of_other_version()
+    assert not caplog.messages
+    monkeypatch.setattr(connector, "vllm_version", "0.99.1")
+    connector._warn_of_other_version()
+    assert "0.99.1" in caplog.text

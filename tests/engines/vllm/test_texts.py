@@ -1,5 +1,7 @@
 """Two servers together generate the same texts as a single one."""
 
+from pathlib import Path
+
 import aiohttp
 import anyio
 import pytest
@@ -7,24 +9,27 @@ import pytest
 from benchmarks.vllm_handover.client import ask, hand_over, metrics, prompt_of, prompts
 from kvflow.cli.proxy.application import serve_proxy
 from tests.engines.vllm.deployment import BROUGHT, KNOWN, Deployment
+from tests.engines.vllm.routers import vllm_router
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOKENS = 12
 
 
-@pytest.mark.parametrize(
-    ("at_once", "is_concurrent"), [(1, False), (4, False), (4, True)], ids=["one", "four", "four, concurrent"]
-)
+@pytest.mark.parametrize(("at_once", "router"), [(1, "vllm-router"), (4, "vllm-router"), (4, "proxy")])
 async def test_texts_are_those_of_one_server(
-    pair: Deployment, client: aiohttp.ClientSession, *, at_once: int, is_concurrent: bool
+    pair: Deployment, client: aiohttp.ClientSession, tmp_path: Path, *, at_once: int, router: str
 ) -> None:
-    """Prompts of 5 to 1,200 tokens, through the proxy; decode receives all but the last token from prefill."""
-    asked = [f"{at_once} {is_concurrent} {prompt}" for prompt in prompts(12, 4, 900)]
+    """Prompts of 5 to 1,200 tokens; decode receives all but the last token from prefill."""
+    asked = [f"{at_once} {router} {prompt}" for prompt in prompts(12, 4, 900)]
     before = await metrics(client, pair.decode.url)
     found: dict[str, str] = {}
-    proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0, is_concurrent=is_concurrent)
-    async with proxy as url:
+    routing = (
+        serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
+        if router == "proxy"
+        else vllm_router(pair.prefill.url, pair.decode.url, tmp_path)
+    )
+    async with routing as url:
         slots = anyio.Semaphore(at_once)
 
         async def one(prompt: str) -> None:
