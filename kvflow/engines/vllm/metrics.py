@@ -38,9 +38,8 @@ SERIES: Final = (FAILURES, *COUNTERS, *HISTOGRAMS)
 class Stats(KVConnectorStats):
     """Statistics since the last step, as lists, so that vLLM can send and concatenate them."""
 
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+    def __init__(self, data: dict[str, list[Any]] | None = None) -> None:
+        super().__init__({name: [] for name in SERIES} if data is None else data)
 
     @override
     def reset(self) -> None:
@@ -94,7 +93,7 @@ class Stats(KVConnectorStats):
     @classmethod
     def of(cls, data: dict[str, Any] | None) -> KVConnectorStats:
         """Create statistics from what another process sent."""
-        return cls(data or {})
+        return cls(data or None)
 
 
 class Metrics(KVConnectorPromMetrics):
