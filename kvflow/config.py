@@ -296,8 +296,10 @@ def check_priority(setting: str, value: SupportsIndex) -> int:
     return priority
 
 
-def check_duration(setting: str, value: object) -> None:
-    """Check that a value is a positive number of seconds, at most a day (the limit in messages).
+def check_duration(setting: str, value: object) -> float:
+    """Convert a positive number of seconds, at most a day (the limit in messages), to a float.
+
+    An int would become a float in a recording, and so make its replay differ.
 
     Raises:
         ConfigError: It is not; the error names the setting.
@@ -309,6 +311,7 @@ def check_duration(setting: str, value: object) -> None:
             value=value,
             maximum=MAX_DURATION_S,
         )
+    return float(value)
 
 
 def _check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
@@ -365,7 +368,8 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check_duration(f"timeouts.{item.name}", getattr(self, item.name))
+            value = check_duration(f"timeouts.{item.name}", getattr(self, item.name))
+            object.__setattr__(self, item.name, value)
         if self.lease_s > MAX_LEASE_S:
             raise ConfigError(
                 "lease_s is too long", setting="timeouts.lease_s", value=self.lease_s, maximum=MAX_LEASE_S
@@ -642,7 +646,8 @@ class Proofs:
     def __post_init__(self) -> None:
         check_type("proofs.process_end", self.process_end, bool)
         if self.queue_pairs_die_with_process_s is not None:
-            check_duration("proofs.queue_pairs_die_with_process_s", self.queue_pairs_die_with_process_s)
+            value = check_duration("proofs.queue_pairs_die_with_process_s", self.queue_pairs_die_with_process_s)
+            object.__setattr__(self, "queue_pairs_die_with_process_s", value)
 
 
 @dataclass(frozen=True, kw_only=True)

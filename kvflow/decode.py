@@ -373,10 +373,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     @staticmethod
     def _timeout(timeout_s: float | None, default_s: float) -> float:
-        if timeout_s is None:
-            return default_s
-        check_duration("timeout_s", timeout_s)
-        return timeout_s
+        return default_s if timeout_s is None else check_duration("timeout_s", timeout_s)
 
     def wanted(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -302,3 +303,11 @@ def test_secrets_are_not_shown() -> None:
     trust = Trust("a" * 64, "b" * 64, capability_keys=(b"c" * 32,))
     assert "bbb" not in repr(prefill(trust=trust))
     assert "ccc" not in repr(trust)
+
+
+def test_whole_seconds_become_floats_so_that_a_replay_sees_the_same_settings() -> None:
+    timeouts = Timeouts(**{field.name: 3 for field in dataclasses.fields(Timeouts)})
+    proofs = Proofs(queue_pairs_die_with_process_s=3)
+    for settings in (timeouts, proofs):
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=type(settings))
+        assert repr(again) == repr(settings)

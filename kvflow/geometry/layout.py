@@ -396,6 +396,13 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             if max(map(len, names)) > MAX_NAME:
                 raise LayoutError("name is too long", component=component.name[:MAX_NAME], maximum=MAX_NAME)
 
+    def keep(self, owners: Iterable[object]) -> None:
+        """Keep objects alive as long as this layout, which every rank holds: the owners of its memory.
+
+        They are not part of the layout's value: they are neither compared nor sent, and copies do not hold them.
+        """
+        self.__dict__["_owners"] = (*self.__dict__.get("_owners", ()), *owners)
+
     @property
     def location(self) -> Location:
         """Default location of the allocations."""

@@ -212,6 +212,11 @@ def layout_from_pointers(
         memory_kind: "DRAM" or "VRAM", for lists without a location.
         device_id: Device ordinal for the same lists; 0 for host memory.
 
+    Returns:
+        A layout that cannot keep its memory alive: kvflow does not know who owns it. Keep it allocated until every rank
+        that uses the layout is closed, or peers write into what the allocator puts there next; or pass its owners to
+        `KVLayout.keep`.
+
     Raises:
         LayoutError: A region lies outside the buffers, or a component spans several locations.
     """

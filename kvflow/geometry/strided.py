@@ -24,7 +24,7 @@ __all__ = ["Strided", "strided"]
 
 
 class Strided(NamedTuple):
-    """A view of memory with a shape. It does not keep the memory alive.
+    """A view of memory with a shape.
 
     Attributes:
         address: Address of the first element; 0 if there is no memory (no elements, or torch's device "meta").
@@ -34,6 +34,7 @@ class Strided(NamedTuple):
         dtype: Name of the element type as in torch ("bfloat16").
         device: Type and number, ("cuda", 1); ("cpu", 0) is host memory.
         storage: All memory of the storage that this views.
+        owner: The torch storage or the array that keeps the memory alive, even if its tensor gets another one.
     """
 
     address: int
@@ -43,6 +44,7 @@ class Strided(NamedTuple):
     dtype: str
     device: tuple[str, int]
     storage: MemoryRange
+    owner: object
 
     @property
     def location(self) -> Location:
@@ -87,6 +89,7 @@ def strided(pool: Pool) -> Strided:
         dtype=str(pool.dtype).removeprefix("torch."),
         device=(pool.device.type, pool.device.index or 0),
         storage=MemoryRange(storage.data_ptr(), storage.nbytes()),
+        owner=storage,
     )
 
 
@@ -106,6 +109,7 @@ def _of_array(array: NDArray[Any]) -> Strided:
         dtype=array.dtype.name,
         device=("cpu", 0),
         storage=_extent(owner),
+        owner=owner,
     )
 
 

@@ -81,8 +81,8 @@ def regions_from_tensors(
     Args:
         tensor: Name of the tensor ("k", "latent", "conv.q"); with a `kv` axis, one name for each index.
         tensors: One pool for each layer, in layer order; with a `layer` axis each of them holds several layers. Torch
-            tensors of any device, or writable numpy arrays; any strides. The caller keeps them alive as long as any
-            rank that uses the layout.
+            tensors of any device, or writable numpy arrays; any strides. Regions do not keep them alive, but the layout
+            of `layout_from_components` does.
         axes: What the dimensions mean, the same for all pools.
         layers: Global number of each layer, or of the first if they are consecutive; the same for all pools of a name.
         optional: Whether decode can run without them (draft layers).
@@ -167,7 +167,7 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
 
     Returns:
         A layout with one allocation per storage, from its first to its last used byte, so that each pool is registered
-        once, at the location of its tensors.
+        once, at the location of its tensors. It keeps the memory of the tensors alive.
 
     Raises:
         LayoutError: There are no tensors, tensors of one component are on different devices, a region lies outside all
@@ -177,13 +177,15 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
     if not pools:
         raise LayoutError("tensors must not be empty", field="tensors", found=0)
     usual = pools[0].location
-    return KVLayout(
+    layout = KVLayout(
         components=tuple(components),
         fingerprint=fingerprint,
         allocations=_allocations(components, pools, usual),
         memory_kind=usual.memory_kind,
         device_id=usual.device_id,
     )
+    layout.keep(pool.owner for pool in pools)
+    return layout
 
 
 def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, each with a default
@@ -201,7 +203,7 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
 
     Args:
         tensors: For each tensor name ("k", "v"), one pool for each layer, in layer order: torch tensors of one device,
-            or writable numpy arrays. The caller keeps them alive as long as any rank that uses the layout.
+            or writable numpy arrays. The layout keeps their memory alive; do not resize or unmap it.
         axes: What each dimension means, e.g. "page token head dim" (NHD) or "page head token dim" (HND); see `Axes`.
         heads: Global KV heads `(start, stop)` in these tensors, see `head_range`.
         fingerprint: Identifies the content (model and revision).

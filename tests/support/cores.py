@@ -1,12 +1,13 @@
 """Drivers for cores without a shell: events in, effects out. A driver plays the shell and the peers of its core."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
 
 from kvflow.config import Limits, Proofs, Timeouts
-from kvflow.errors import FailureReason, Stage
+from kvflow.errors import FailureReason, KvflowError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.routes import Route, compile_routes
 from kvflow.geometry.split import SplitPolicy
@@ -28,6 +29,7 @@ from kvflow.state.effects import (
 from kvflow.state.invariants import check_invariants
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
+from kvflow.testing.explore.snapshot import fingerprint
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
@@ -104,6 +106,21 @@ def peer_of(connection: bytes) -> PeerId:
     return peer(instance, int(engine_rank), int(incarnation))
 
 
+REQUESTS = (ev.SendOpened, ev.ChunkOffered, ev.QuiesceAsked, ev.QuarantineReleased, ev.ReceiveOpened, ev.ReceiveGranted)
+"""Events that a core may refuse."""
+
+
+@contextmanager
+def unchanged_if_refused(core: PrefillCore | DecodeCore, event: object) -> Iterator[None]:
+    """Check that a core which refuses a request is as it was before."""
+    before = fingerprint(core) if isinstance(event, REQUESTS) else b""
+    try:
+        yield
+    except KvflowError:
+        assert fingerprint(core) == before
+        raise
+
+
 class PrefillDriver:
     """The core of a prefill rank with a clock of its own; checks the invariants after every event.
 
@@ -149,7 +166,8 @@ class PrefillDriver:
         self._connections: dict[PeerId, bytes] = {}
 
     def __call__(self, event: ev.PrefillEvent) -> list[PrefillEffect]:
-        effects = self.core.handle(event, self.now)
+        with unchanged_if_refused(self.core, event):
+            effects = self.core.handle(event, self.now)
         check_invariants(self.core)
         while self._continues and any(isinstance(effect, YieldTurn) for effect in effects):
             effects = [effect for effect in effects if not isinstance(effect, YieldTurn)]
@@ -307,7 +325,8 @@ class DecodeDriver:
         self.now = 100.0
 
     def __call__(self, event: ev.DecodeEvent) -> list[DecodeEffect]:
-        effects = self.core.handle(event, self.now)
+        with unchanged_if_refused(self.core, event):
+            effects = self.core.handle(event, self.now)
         check_invariants(self.core)
         return effects
 

@@ -54,6 +54,7 @@ class CacheMap:
             memory_kind=location.memory_kind,
             device_id=location.device_id,
         )
+        self.layout.keep([tensor])
 
     def whole(self, num_tokens: int) -> int:
         """Round a number of tokens down to complete blocks; return 0 if nothing can be sent before the end."""

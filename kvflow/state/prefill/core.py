@@ -31,7 +31,7 @@ from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.deadlines import PostStalled
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
-from kvflow.state.prefill.queue import PieceQueue
+from kvflow.state.prefill.queue import PieceQueue, Turn
 from kvflow.state.prefill.rooms import Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
@@ -241,12 +241,12 @@ class PrefillCore:
             case ev.DataReady():
                 return self.rooms.data_ready(event, now)
             case ev.PlanFinished():
-                self._slow_plans.pop((event.delivery, event.seq), None)
+                self._end_slow_plan(event.delivery, event.seq)
                 return self.rooms.plan_finished(event, now)
             case ev.PieceWentDirect():
                 return self.rooms.piece_went_direct(event)
             case ev.PlanFailed():
-                self._slow_plans.pop((event.delivery, event.seq), None)
+                self._end_slow_plan(event.delivery, event.seq)
                 return self.rooms.plan_failed(event, now)
             case ev.PostInDoubt():
                 effects = self.rooms.post_in_doubt(event, now)
@@ -289,25 +289,35 @@ class PrefillCore:
         limit = self._settings.limits.descriptors_planned_inline
         effort_left = limit
 
-        def may_take(piece: Piece, is_packed: bool) -> bool:
+        def turn(piece: Piece, is_packed: bool) -> Turn:
             nonlocal effort_left
             effort = self._effort(piece, is_packed)
             if effort > limit:
-                return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
+                return Turn.TAKEN if self._may_plan_slowly else Turn.DEFERRED
             effort_left -= effort
             self._continues = effort_left < 0
-            return not self._continues
+            return Turn.OVER if self._continues else Turn.TAKEN
 
         for _ in range(PIECES_PER_TURN):
-            piece = self.queue.pop(now, may_take)
-            if piece is None:
+            piece = self.queue.pop(now, turn)
+            if piece is not None:
+                effects += self._send_piece(piece, now)
+            elif effort_left < 0 or not (self._may_plan_slowly and self.queue.resume()):
                 break
-            effects += self._send_piece(piece, now)
         else:
             self._continues = True
         if self._continues:
             effects.append(YieldTurn())
         return effects
+
+    @property
+    def _may_plan_slowly(self) -> bool:
+        return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
+
+    def _end_slow_plan(self, delivery: ev.DeliveryId, seq: int) -> None:
+        if (delivery, seq) in self._slow_plans:
+            del self._slow_plans[delivery, seq]
+            self.queue.resume()
 
     def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
         """Post a piece at once, or plan it off the event loop first."""

@@ -1,7 +1,8 @@
 """The queue of pieces that wait for credit, and the order in which they are taken. Pure.
 
 Pieces wait by peer, and within a peer by delivery. Peers take turns. A peer whose next piece does not fit its window is
-skipped until credit returns: no other peer waits for it, and no smaller piece of its class overtakes it.
+skipped until credit returns: no other peer waits for it, and no smaller piece of its class overtakes it. The same holds
+for a peer whose next piece is deferred by the caller, until `resume`.
 
 The deliveries to one peer have a rotation for each priority class, and each delivery has a due time: when waiting will
 have lifted its next piece from class `c` to class 0, which is `c * ageing_s` after the piece arrived, but never before
@@ -29,7 +30,17 @@ from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.wire.messages import PeerId
 
-__all__ = ["PieceEnd", "PieceQueue", "Window"]
+__all__ = ["PieceEnd", "PieceQueue", "Turn", "Window"]
+
+
+class Turn(enum.Enum):
+    """Whether a piece that fits is taken."""
+
+    TAKEN = "taken"
+    DEFERRED = "deferred"
+    """Its peer waits for `resume`; others go on."""
+    OVER = "over"
+    """Nothing more is taken now."""
 
 
 class PieceEnd(enum.Enum):
@@ -126,6 +137,7 @@ class PieceQueue:
         self._lanes: dict[PeerId, _Lane] = {}
         self._windows: dict[PeerId, Window] = {}
         self._candidates: OrderedDict[PeerId, None] = OrderedDict()
+        self._deferred: OrderedDict[PeerId, None] = OrderedDict()
         self._num_waiting: dict[PeerId, int] = {}
         self._has_freed_capacity = False
 
@@ -174,15 +186,15 @@ class PieceQueue:
         self._lanes[peer].push(_Entry(piece, now, wants_slot))
         self._candidates.setdefault(peer)
 
-    def pop(self, now: float, may_take: Callable[[Piece, bool], bool] = lambda _, __: True) -> Piece | None:
+    def pop(self, now: float, turn: Callable[[Piece, bool], Turn] = lambda _, __: Turn.TAKEN) -> Piece | None:
         """Take the piece whose turn it is, and charge its credit.
 
         Args:
             now: The time.
-            may_take: Called with the piece and whether it is packed; if it returns False, the piece keeps its turn.
+            turn: Called with the piece and whether it is packed. A piece that it does not take keeps its turn.
 
         Returns:
-            The piece; None if no peer's next piece fits its window, or if `may_take` has returned False.
+            The piece; None if no peer's next piece fits its window and is taken.
         """
         while self._candidates:
             peer = next(iter(self._candidates))
@@ -191,11 +203,23 @@ class PieceQueue:
             pools = self._pools(entry)
             cost = entry.piece.cost.packed if pools else entry.piece.cost
             if (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
-                if not may_take(entry.piece, bool(pools)):
-                    return None
-                return self._take(peer, line, pools, cost, now)
+                match turn(entry.piece, bool(pools)):
+                    case Turn.TAKEN:
+                        return self._take(peer, line, pools, cost, now)
+                    case Turn.OVER:
+                        return None
+                self._deferred.setdefault(peer)
             del self._candidates[peer]
         return None
+
+    def resume(self) -> bool:
+        """Reconsider the peer that was deferred first; return whether there is one."""
+        if not self._deferred:
+            return False
+        peer, _ = self._deferred.popitem(last=False)
+        self._candidates[peer] = None
+        self._candidates.move_to_end(peer, last=False)
+        return True
 
     def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
         """Return the credit of a piece from `pop`. The peer returns the remote slot of a posted piece."""
@@ -239,6 +263,7 @@ class PieceQueue:
         self._window(peer).begin(cost)
         self.stop_expecting(peer, 1)
         self._candidates.move_to_end(peer)
+        self._deferred.pop(peer, None)
         self._forget_if_empty(peer)
         return piece
 
@@ -273,6 +298,7 @@ class PieceQueue:
         if self._lanes[peer].is_empty:
             del self._lanes[peer]
             del self._candidates[peer]
+            self._deferred.pop(peer, None)
 
     def _window(self, peer: PeerId) -> Window:
         if peer not in self._windows:

@@ -1,6 +1,5 @@
 """All rooms of one prefill rank, and the grants and announcements that wait for rooms. Pure."""
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from kvflow.state.prefill.deadlines import (
     RoomUngranted,
     RoomUnquiesced,
 )
+from kvflow.state.prefill.declined import DeclinedRooms
 from kvflow.state.prefill.delivery import Delivery, DeliveryWait, SendContext
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.queue import PieceEnd
@@ -41,10 +41,6 @@ __all__ = ["Rooms"]
 
 MAX_FAILED = 4_096
 """Maximum number of failed rooms that are remembered, so that late grants are answered at once."""
-
-MAX_DECLINED = 16_384
-"""Maximum number of declines, by room and decode rank, of rooms that the engine has not opened; and of declines that
-are remembered to recognise repeated ones."""
 
 UNFENCED_SHARE = 8
 """One decode rank may have 1/8 of the unfenced deliveries, so that others are served if writes to it never end."""
@@ -86,9 +82,7 @@ class Rooms:
         self._quarantine = quarantine
         self.waiting = WaitingRooms(timers, self._limits)
         self._failed: dict[RoomId, _FailedRoom] = {}
-        self._declined: dict[RoomId, dict[RankId, Failure]] = {}
-        self._num_declined = 0
-        self._declines: OrderedDict[DeliveryId, None] = OrderedDict()
+        self._declined = DeclinedRooms(timers, self._timeouts.open_s)
 
     # Requests from the engine ----------------------------------------------------------------------------------------
 
@@ -109,12 +103,13 @@ class Rooms:
             raise CapacityExceeded(
                 "too many ended transfers have writes that may still land at decode ranks", unfenced=len(self.unfenced)
             )
+        self._drop_unfenced()
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
             effects += self._serve(opened, peer, self.waiting.take(room, peer), now)
-        declined = self._take_declines(room)
+        declined = self._declined.take(room)
         if declined:
             effects += self._follow(opened, opened.stop(Signal.FAILED, next(iter(declined.values()))), now)
             self._tell(room, declined)
@@ -274,13 +269,13 @@ class Rooms:
         if denied is not None and not was_asked:
             return [self._count_denied(delivery_id, denied)]
         known = self._context.peers.find(peer)
-        is_repeated = delivery_id in self._declines if known is None else decline.generation in known.closed
+        is_repeated = self._declined.is_repeated(delivery_id)
+        if known is not None:
+            is_repeated = decline.generation in known.closed
         if is_repeated and not was_asked:
             return []
         self._context.peers.close(delivery_id, decline.failure)
-        self._declines[delivery_id] = None
-        if len(self._declines) > MAX_DECLINED:
-            self._declines.popitem(last=False)
+        self._declined.note(delivery_id)
         return self._give_up(delivery_id, decline.failure, now, was_asked=was_asked)
 
     def _give_up(
@@ -300,7 +295,7 @@ class Rooms:
         room = self.rooms.get(number)
         if room is None:
             if was_asked or number not in self._failed:
-                self._remember_decline(number, peer.rank, failure, now)
+                self._declined.put(number, peer.rank, failure, now)
             self._tell(number, {peer.rank: failure})
             return []
         if peer.rank in room.deliveries or peer in room.announced or room.is_of_other_instance(peer.rank):
@@ -323,7 +318,7 @@ class Rooms:
         """
         for number in self.waiting.rooms_of(peer):
             self.waiting.take(number, peer)
-            self._remember_decline(number, peer.rank, failure, now)
+            self._declined.put(number, peer.rank, failure, now)
         effects: list[PrefillEffect] = []
         for room in list(self.rooms.values()):
             delivery = room.delivery_to(peer)
@@ -465,7 +460,7 @@ class Rooms:
                 failure = self._error(FailureReason.UNKNOWN_ROOM, self._unopened(asked))
                 return self._context.refuse(DeliveryId(number, peer, asked.generation), failure)
             case DeclineForgotten(number):
-                self._take_declines(number)
+                self._declined.take(number)
             case DeliveryUnanswered(delivery_id):
                 return self._retransmit(delivery_id, now)
             case RoomUndrained(number):
@@ -538,7 +533,7 @@ class Rooms:
 
     def _ask(self, delivery_id: DeliveryId, asked: Asked, now: float, leaving: Failure | None) -> list[PrefillEffect]:
         """Serve a request, keep it until the engine opens the room, or refuse it."""
-        self._forget_declines(delivery_id.room, delivery_id.peer.rank)
+        self._declined.withdraw(delivery_id.room, delivery_id.peer.rank)
         room = self.rooms.get(delivery_id.room)
         if room is not None:
             return self._serve(room, delivery_id.peer, asked, now)
@@ -601,6 +596,7 @@ class Rooms:
         most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
         num_unfenced = self._num_unfenced.get(peer, 0)
         if num_unfenced < most and not self._follows_too_many():
+            self._drop_unfenced()
             return None
         detail = (
             f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
@@ -641,31 +637,6 @@ class Rooms:
         if isinstance(asked, Announcement):
             return "prefill did not open the room while it was announced"
         return f"prefill did not open the room within {min(asked.timeout_s, self._timeouts.open_s)} s"
-
-    def _remember_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
-        declined = self._declined.setdefault(room, {})
-        self._num_declined += rank not in declined
-        declined[rank] = failure
-        self._timers.set(DeclineForgotten(room), now + self._timeouts.open_s)
-        while self._num_declined > MAX_DECLINED:
-            self._take_declines(next(iter(self._declined)))
-
-    def _take_declines(self, room: RoomId) -> dict[RankId, Failure]:
-        self._timers.clear(DeclineForgotten(room))
-        declined = self._declined.pop(room, {})
-        self._num_declined -= len(declined)
-        return declined
-
-    def _forget_declines(self, room: RoomId, rank: RankId) -> None:
-        """Drop a room's declines by a rank that asks for it again, and those by other instances."""
-        declined = self._declined.get(room)
-        if declined is None:
-            return
-        left = {it: failure for it, failure in declined.items() if it != rank and it.instance == rank.instance}
-        self._num_declined -= len(declined) - len(left)
-        self._declined[room] = left
-        if not left:
-            self._take_declines(room)
 
     def _tell(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: their next request is a new try."""
@@ -771,13 +742,19 @@ class Rooms:
                 del self._num_unfenced[key.peer]
 
     def _follows_too_many(self) -> bool:
-        """Drop unfenced deliveries to disconnected ranks, oldest first; return whether too many remain."""
+        """Return whether there are too many unfenced deliveries even without those to disconnected ranks."""
         peers, limit = self._context.peers, self._limits.unfenced
-        for peer in list(self._num_unfenced) if len(self.unfenced) >= limit else ():
-            if len(self.unfenced) >= limit and peer not in peers:
+        return len(self.unfenced) >= limit and limit <= sum(
+            count for peer, count in self._num_unfenced.items() if peer in peers
+        )
+
+    def _drop_unfenced(self) -> None:
+        """Drop unfenced deliveries to disconnected ranks, oldest first, until there is place for another one."""
+        peers = self._context.peers
+        for peer in list(self._num_unfenced) if len(self.unfenced) >= self._limits.unfenced else ():
+            if len(self.unfenced) >= self._limits.unfenced and peer not in peers:
                 self.peer_ended(peer)
                 peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
-        return len(self.unfenced) >= limit
 
     def count_unfenced(self) -> dict[PeerId, int]:
         """Return the number of unfenced deliveries by decode rank."""

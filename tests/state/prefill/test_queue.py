@@ -12,7 +12,7 @@ from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill import queue as queue_module
 from kvflow.state.prefill.peers import DecodePeers
-from kvflow.state.prefill.queue import PieceEnd, PieceQueue
+from kvflow.state.prefill.queue import PieceEnd, PieceQueue, Turn
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import PeerId, StagingWindow
@@ -196,15 +196,37 @@ def test_a_piece_that_may_not_be_taken_keeps_its_turn() -> None:
     queue = queue_of(job(delivery(to)) for to in PEERS[:2])
     asked: list[Place] = []
 
-    def may_take(waiting: Piece, is_packed: bool) -> bool:
+    def turn(waiting: Piece, is_packed: bool) -> Turn:
         asked.append(place(waiting))
         assert not is_packed
-        return False
+        return Turn.OVER
 
-    assert queue.pop(0.0, may_take) is None
-    assert queue.pop(0.0, may_take) is None
+    assert queue.pop(0.0, turn) is None
+    assert queue.pop(0.0, turn) is None
     assert asked == [(0, 1, 0), (0, 1, 0)]
     assert [place(taken) for taken in take_all(queue)] == [(0, 1, 0), (1, 1, 0)]
+
+
+def test_deferred_peers_let_others_go_on_and_are_resumed_in_order() -> None:
+    queue = queue_of(job(delivery(to), seq) for to in PEERS[:3] for seq in range(2))
+    asked: list[PeerId] = []
+
+    def turn(waiting: Piece, is_packed: bool) -> Turn:
+        asked.append(waiting.delivery.peer)
+        return Turn.TAKEN if waiting.delivery.peer == PEERS[2] else Turn.DEFERRED
+
+    for seq in range(2):
+        taken = queue.pop(0.0, turn)
+        assert taken is not None
+        assert (taken.delivery.peer, taken.seq) == (PEERS[2], seq)
+    assert queue.pop(0.0, turn) is None
+    assert asked == [*PEERS[:2], PEERS[2], PEERS[2]], "nobody is asked twice while it is deferred"
+    queue.drop(delivery(PEERS[0]))
+    assert queue.resume()
+    assert not queue.resume()
+    resumed = queue.pop(0.0)
+    assert resumed is not None
+    assert resumed.delivery.peer == PEERS[1]
 
 
 def test_a_post_in_doubt_gives_its_credit_back_once() -> None:

@@ -688,6 +688,27 @@ def test_nothing_is_begun_while_too_much_may_still_land_at_decode_ranks_that_are
         core(ev.SendOpened(2))
 
 
+def test_nothing_is_dropped_if_that_does_not_make_place() -> None:
+    """The driver checks that the core is unchanged by a request that it refuses."""
+    core = PrefillDriver(limits=Limits(unfenced=2))
+    ranks = [peer("decode", number) for number in range(3)]
+    for room, decode in enumerate(ranks, 1):
+        core.connect(decode)
+        core(ev.SendOpened(room))
+        core.hear(decode, grant(room, generation=room))
+    for room, decode in enumerate(ranks, 1):
+        core(chunk(0, 8, room=room, last=True))
+        core(ev.PostEnded(ev.DeliveryId(room, decode, room), 0, FAILURE, True))
+    for _ in range(10):
+        for decode in ranks[1:]:
+            core.hear(decode, Ping(peer=decode))
+        core.sleep(1.0)
+    assert ranks[0] not in core.core.peers
+    with pytest.raises(CapacityExceeded, match="may still land"):
+        core(ev.SendOpened(9))
+    assert len(core.core.rooms.unfenced) == 3
+
+
 def test_what_may_still_land_at_a_decode_rank_that_is_gone_is_dropped_and_it_is_never_told_drained() -> None:
     core = PrefillDriver(limits=Limits(unfenced=1))
     core.connect()

@@ -114,6 +114,17 @@ def test_a_large_plan_that_fails_makes_way_for_the_next_one() -> None:
     assert [piece.delivery.peer for piece in planned(effects)] == [OTHER_DECODE]
 
 
+def test_a_large_plan_for_one_decode_rank_does_not_delay_small_pieces_for_another() -> None:
+    (one,) = pieces(granted(continues=True)(chunk(0, 2)))
+    core = granted(Limits(descriptors_planned_inline=one.cost.num_descriptors - 1), continues=True)
+    core.connect(OTHER_DECODE, split_policy=ONE_PAGE)
+    core(ev.SendOpened(8))
+    core.hear(OTHER_DECODE, grant(room=8, tokens=(0, 1)))
+    assert [piece.seq for piece in planned(core(chunk(0, 6)))] == [0]
+    assert [piece.delivery.peer for piece in pieces(core(chunk(0, 1, room=8)))] == [OTHER_DECODE]
+    assert [piece.seq for piece in planned(core(ev.PlanFinished(DELIVERY, 0)))] == [1]
+
+
 def test_pieces_with_digests_are_planned_beside_the_event_loop_and_several_at_once() -> None:
     core = granted(continues=True, asked=grant(tokens=(0, 24), digest=True))
     effects = core(chunk(0, 6))
