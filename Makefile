@@ -15,6 +15,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Tests start many processes, and each would compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 # Many tests mostly wait, so that one more process than cores keeps the cores busy.
 PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \

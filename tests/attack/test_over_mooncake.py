@@ -89,6 +89,7 @@ def hello_at(deployment: Guarded, pit: Tarpit, rank: int) -> Hello:
     return hello_to(deployment, rank, backend_metadata=metadata, layout=layout, route=route)
 
 
+@pytest.mark.slow
 async def test_an_insider_that_does_not_answer_holds_up_no_other_instance() -> None:
     """The library waits for its answer under a lock that every write through the same engine needs."""
     async with guarded("other", backend="mooncake") as deployment, under_way(deployment) as honest, tarpits(3) as pits:

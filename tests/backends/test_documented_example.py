@@ -20,6 +20,7 @@ def block(language: str, number: int) -> str:
     return found[number]
 
 
+@pytest.mark.slow
 def test_the_example_passes_the_suite_from_outside(tmp_path: Path) -> None:
     (entry_point,) = re.findall(r'^(\w+) = "(.*)"$', block("toml", 0), re.MULTILINE)
     site, tests = tmp_path / "site", tmp_path / "tests"

@@ -9,7 +9,9 @@ from tests.backends.last_bytes import kill_writers
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("settings", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, id="default", marks=pytest.mark.slow), pytest.param({"UCX_TLS": "tcp"}, id="tcp")]
+)
 def test_nothing_lands_after_the_proof_that_the_last_bytes_of_a_killed_process_have(settings: dict[str, str]) -> None:
     """By default the writer copies the bytes itself; over TCP its kernel goes on sending its buffers."""
     for landing in kill_writers(3, {**os.environ, **settings}):

@@ -236,6 +236,7 @@ async def test_an_incarnation_in_the_cell_of_another_endpoint_is_refused() -> No
                 await source.backend.connect("liar", msgspec.structs.replace(theirs, agent=liar.pack()).pack())
 
 
+@pytest.mark.slow
 async def test_peers_with_equal_addresses_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked processes have their memory at the same addresses."""
     monkeypatch.setattr(backend, "_is_in", lambda *_: True)

@@ -77,7 +77,7 @@ async def write_until_it_is_killed(source: Endpoint, target: Target) -> None:
         await source.take_ends(POSTS + 1)
 
 
-@pytest.mark.parametrize("lanes", ["", "tcp"])
+@pytest.mark.parametrize("lanes", [pytest.param("", marks=pytest.mark.slow), "tcp"])
 async def test_posts_to_a_peer_that_is_killed_end_but_their_bytes_may_linger(
     monkeypatch: pytest.MonkeyPatch, lanes: str
 ) -> None:

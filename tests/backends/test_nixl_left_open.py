@@ -88,7 +88,9 @@ async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_wr
         await source.backend.disconnect(agent.name)
 
 
-@pytest.mark.parametrize("is_written_to", [True, False], ids=["written to", "unused"])
+@pytest.mark.parametrize(
+    "is_written_to", [pytest.param(True, id="written to"), pytest.param(False, id="unused", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("count", "most_kept"),
     [(10, 2), pytest.param(200, MAX_KEPT, marks=[pytest.mark.slow, pytest.mark.timeout(120)])],

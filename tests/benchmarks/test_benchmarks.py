@@ -60,6 +60,7 @@ def test_benchmarks_are_listed(words: list[str], code: int, capsys: pytest.Captu
     assert "usage: python -m benchmarks" in shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_attack_has_a_row_for_each_kind(run: Run) -> None:
     rows = run("attack", "--backend=memory", "--rounds=1", "--requests=20")
     assert [row["case"] for row in rows] == list(KINDS)
@@ -68,6 +69,7 @@ def test_attack_has_a_row_for_each_kind(run: Run) -> None:
     assert facts["insider, malformed"]["message_rejected"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tp4-tp2", "hnd-nhd"])
 def test_hetero_compares_direct_packed_and_chosen(case: str, run: Run) -> None:
     packed, chosen = run("hetero", "--cases", case, "--layers=1", "--tokens=64", "--rounds=1")
@@ -78,6 +80,7 @@ def test_hetero_compares_direct_packed_and_chosen(case: str, run: Run) -> None:
     assert (packed["facts"]["packed always"], packed["facts"]["packed never"]) == ("packed", "direct")
 
 
+@pytest.mark.slow
 def test_scale_has_a_row_for_every_case(run: Run) -> None:
     small = ("--in-flight=2,3", "--peers=1,2", "--rounds=1", "--transfers=2", "--seconds=0.1")
     rows = run("scale", "--cases=in-flight,peers,waiting", *small)
@@ -91,6 +94,7 @@ def test_scale_has_a_row_for_every_case(run: Run) -> None:
     assert ("waiting", "3 wait, both sides", "CPU") in cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(memory.CASES))
 def test_memory_of_what_waits(case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["memory", case, "rss", "3"])
@@ -105,6 +109,7 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     assert held.here > 0
 
 
+@pytest.mark.slow
 def test_embedded_times_handovers_and_calls(run: Run) -> None:
     rows = run("embedded", "--engines=sleeps", "--shape=tiny", "--requests=4", "--rounds=1", "--gap=0.001")
     assert [row["unit"] for row in rows] == ["ms"] * 2 + ["us"] * 6
@@ -112,6 +117,7 @@ def test_embedded_times_handovers_and_calls(run: Run) -> None:
     assert all(row["ratio"] > 0 for row in rows[:2])
 
 
+@pytest.mark.slow
 def test_embedded_times_every_step_of_a_handover(run: Run) -> None:
     small = ("--engines=sleeps", "--shape=tiny", "--requests=4", "--rounds=1", "--gap=0.001")
     rows = run("embedded", "--timeline", *small)
@@ -135,6 +141,7 @@ def test_transport_of_a_plugin_can_be_tried(tmp_path: Path, monkeypatch: pytest.
     assert row["group"] == "connected ranks over pigeon"
 
 
+@pytest.mark.slow
 def test_failures_give_a_row_for_each_case(run: Run) -> None:
     (row,) = run("failures", "--rounds=1", "--cases=abort-decode")
     assert (row["case"], row["rounds"], row["ok"], row["next_transfer_ok"]) == ("abort-decode", 1, 1, 1)
@@ -205,6 +212,7 @@ def test_shape_measures_each_package(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_shape_of_kvflow(run: Run) -> None:
     (shapes,) = run("shape")
     packages = {name: values for name, values in shapes.items() if name != "all"}

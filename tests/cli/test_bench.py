@@ -42,7 +42,8 @@ def check(row: dict[str, Any]) -> None:
     assert row["facts"]["bare_way"] in {"bare", "bare-napping"}
 
 
-@pytest.mark.parametrize("backend", slow_except(["nixl"], ["nixl", "mooncake"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_transfer_gives_a_row_for_each_size_and_table(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(["transfer", "--backend", backend, "--shapes", "tiny", "--tokens", "256,1024"], capsys)
     tables = itertools.product((256, 1024), ("contiguous", "random"))
@@ -84,6 +85,7 @@ def test_handover_gives_times_rates_and_costs(backend: str, capsys: pytest.Captu
     assert all(fact["prefill loop ms"] > 0 and fact["decode loop ms"] > 0 for fact in costs)
 
 
+@pytest.mark.slow
 def test_rows_are_shown_to_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["bench", "handover", "--shape", "tiny", "--tokens", "256", "--in-flight", "2", "--requests", "4", *SMALL]
     assert main(options) == 0
@@ -109,7 +111,7 @@ def test_what_cannot_be_measured_is_named(options: list[str], named: str, capsys
 
 
 @pytest.mark.parametrize("way", ["kvflow", "bare"])
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", slow_except(["nixl"], ["nixl", "mooncake"]))
 def test_bytes_of_a_round_are_looked_at(backend: str, way: Way) -> None:
     async def play() -> None:
         load = Load(way=way, tokens=32, table="random", count=2, tables=2)

@@ -71,6 +71,7 @@ def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_tiny_model_over_mooncake_between_two_processes() -> None:
     prompt = ("--prompt", "x" * TINY_PROMPT_TOKENS, "--tokens", "12")
@@ -79,6 +80,7 @@ def test_tiny_model_over_mooncake_between_two_processes() -> None:
     check(out, identical=True, backend="mooncake", bytes=TINY_PROMPT_TOKENS * TINY_BYTES_PER_TOKEN)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_smollm2_over_nixl_between_two_processes() -> None:
     code, out, err = run_demo("--json")
@@ -88,6 +90,7 @@ def test_smollm2_over_nixl_between_two_processes() -> None:
     assert "cache" in result["text"].lower()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_managers_of_transformers_over_nixl_between_two_processes() -> None:
     code, out, err = run_demo("--engine", "transformers", "--json", "--tokens", "24")

@@ -16,9 +16,13 @@ from kvflow.testing.explore.search import Violation
 from kvflow.testing.explore.world import PromiseBroken, Step
 from kvflow.wire.messages import Failure
 from tests.explore.worlds import WORLDS
+from tests.support.slow import slow_except
 
 ONE_SLOT = Setup(max_faults=0, rooms=(1, 2), slots=1)
 ONE_POST = Setup(max_faults=0, rooms=(1, 2), posts_per_peer=1)
+
+QUICK = {"without faults", "handshake without faults", "one fault", "two writes that are quiesced"}
+"""Worlds outside the slow tests."""
 
 
 def check(setup: Setup) -> Exploration:
@@ -30,9 +34,9 @@ def check(setup: Setup) -> Exploration:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("setup", WORLDS.values(), ids=WORLDS)
-def test_no_promise_is_broken(setup: Setup) -> None:
-    check(setup)
+@pytest.mark.parametrize("world", slow_except(QUICK, WORLDS))
+def test_no_promise_is_broken(world: str) -> None:
+    check(WORLDS[world])
 
 
 @pytest.mark.slow
@@ -70,6 +74,7 @@ def test_no_promise_is_broken_in_larger_worlds(setup: Setup) -> None:
     check(setup)
 
 
+@pytest.mark.slow
 def test_two_rooms_share_a_staging_slot() -> None:
     """Covers what a few seconds allow; the larger worlds cover the rest."""
     found = explore(ONE_SLOT, max_states=1_500)
@@ -162,6 +167,7 @@ def test_a_local_slot_that_is_free_while_a_write_reads_it_is_noticed(monkeypatch
     assert "a slot is packed while a write may read it" in violation_of(ONE_SLOT._replace(slots=2))
 
 
+@pytest.mark.slow
 def test_slots_that_do_not_come_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemoteSlots, "_unread", lambda *_: None)
     assert "a transfer does not end" in violation_of(ONE_SLOT)

@@ -6,6 +6,7 @@ import pytest
 import kvflow
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, TransferFailed
+from kvflow.state.decode import handshake
 from kvflow.wire.messages import Goodbye, Grant, Hello, Refuse
 from tests.support.failures import catch
 from tests.support.fake_prefill import FakePrefill
@@ -94,8 +95,11 @@ async def test_a_refusal_of_what_was_said_before_is_no_answer_to_the_hello() -> 
         prefill.say(Goodbye(peer=prefill.me))
 
 
-async def test_an_incarnation_that_ended_before_it_answered_gives_its_window_back() -> None:
+async def test_an_incarnation_that_ended_before_it_answered_gives_its_window_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its record stays in the registry until its lease expires."""
+    monkeypatch.setattr(handshake, "UNWANTED_S", 0.5)
     timeouts = Timeouts(handshake_s=0.3, drain_s=0.1)
     async with kvflow.Registry() as registry:
         async with FakePrefill(registry.endpoint) as prefill:

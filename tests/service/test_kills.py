@@ -15,8 +15,8 @@ from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.anyio
 
-QUICK = {"sigkill-prefill", "abort-decode"}
-"""Cases outside the slow tests: a kill and an abort."""
+QUICK = {"abort-decode"}
+"""The case outside the slow tests; a decode process is also killed below."""
 
 ROUNDS = {"sigkill": 4, "sigstop": 2, "abort": 5}
 """Rounds of each case. Four kills cover restarts at once or later, at the same address or another."""
@@ -82,6 +82,7 @@ def test_worker_that_cannot_start_is_named_with_its_error() -> None:
     assert caught.value.values["child"] in {"prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_worker_whose_pool_is_empty_says_so_at_once() -> None:
     with pytest.raises(ChildFailed) as caught:
         run("abort-decode", EngineOptions(num_pages=100))

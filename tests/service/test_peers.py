@@ -18,7 +18,9 @@ from tests.support.prefill_process import FILL, PAGES, TOKENS
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("is_port_fixed", [False, True], ids=["any port", "same port"])
+@pytest.mark.parametrize(
+    "is_port_fixed", [pytest.param(False, id="any port", marks=pytest.mark.slow), pytest.param(True, id="same port")]
+)
 async def test_killed_prefill_is_noticed_and_its_successor_is_connected(is_port_fixed: bool) -> None:
     """The registry still lists the dead incarnation at the second request; both may have the same address."""
     port = unused_port() if is_port_fixed else 0

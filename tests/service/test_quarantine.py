@@ -345,7 +345,10 @@ async def stop_in_the_middle(
     return receiver
 
 
-@pytest.mark.parametrize("is_port_fixed", [False, True], ids=["another port", "same port"])
+@pytest.mark.parametrize(
+    "is_port_fixed",
+    [pytest.param(False, id="another port"), pytest.param(True, id="same port", marks=pytest.mark.slow)],
+)
 async def test_death_of_a_prefill_process_ends_the_quarantine_without_a_new_room(is_port_fixed: bool) -> None:
     port = unused_port() if is_port_fixed else 0
     async with kvflow.Registry() as registry, decode_rank(registry.endpoint) as decode:

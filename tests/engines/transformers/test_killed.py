@@ -23,12 +23,14 @@ PROMPT = prompt(1, 100)
 ROOMS = ("fails", "is computed here")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_either_side_is_killed() -> None:
     with Processes() as processes:
         check_kill(processes, PROMPT)
 
 
+@pytest.mark.slow
 def test_killed_prefill_fails_or_has_decode_compute_the_prompt() -> None:
     with Pair(backend="nixl") as pair:
         expected = pair.reference(PROMPT)

@@ -21,7 +21,7 @@ from tests.engines.transformers.pair import Pair
 PROMPTS = [prompt(seed, length) for seed, length in enumerate((45, 100, 16, 7, 70))]
 
 
-@pytest.fixture(scope="module", params=["full", "mixed", "window"])
+@pytest.fixture(scope="module", params=["full", "mixed", pytest.param("window", marks=pytest.mark.slow)])
 def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with Pair(request.param) as started:
         yield started
@@ -35,6 +35,7 @@ def test_same_output_in_other_blocks_of_another_size(any_pair: Pair) -> None:
     check_wrong_pages_show(any_pair, prompt(60, 45))
 
 
+@pytest.mark.slow
 def test_large_blocks_to_small_ones_and_back() -> None:
     with Pair(page_sizes=(8, 32)) as pair:
         check_same_output(pair, PROMPTS)
@@ -59,6 +60,7 @@ def test_request_that_prefill_refuses_when_its_ticket_is_out(any_pair: Pair) -> 
     check_refusal_is_told(any_pair, PROMPTS[0])
 
 
+@pytest.mark.slow
 def test_restart() -> None:
     with Pair(handshake_s=2) as pair:  # time until a stale ticket's address counts as dead
         check_restart(pair, PROMPTS[0])

@@ -100,6 +100,7 @@ def test_request_of_the_manager_cannot_take_the_id_of_one_under_way(pair: Pair) 
     assert pair.result("taken") == pair.reference(tokens)
 
 
+@pytest.mark.slow
 def test_manager_that_was_restarted_takes_no_requests() -> None:
     with Pair() as pair:
         manager = pair.prefill_end.engine.manager
