@@ -1,5 +1,6 @@
 """Fixtures for every test."""
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -8,6 +9,8 @@ from hypothesis import settings
 
 from kvflow.observe.logs import LOGGER
 from tests.support.examples import QUICK, THOROUGH
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes already keep all cores busy; torch's threads would spin
 
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK)
 settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=THOROUGH)

@@ -82,6 +82,7 @@ def test_mooncake_is_held_to_the_whole_contract() -> None:
     assert {*TestMooncake.__bases__, *TestMooncakeAtLength.__bases__} == set(BackendContract.__bases__)
 
 
+@pytest.mark.slow
 class TestMemoryInTorch(BackendContract):
     """Memory that torch allocates instead of the suite; on a device the same buffers are used."""
 

@@ -26,6 +26,7 @@ from tests.backends.endpoints import (
     same,
 )
 from tests.support.nixl_agents import ForeignAgent, foreign_agents
+from tests.support.slow import slow_except
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -123,7 +124,7 @@ async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytes
         await until(lambda: honest.count >= enough)
 
 
-@pytest.mark.parametrize("cut", [10, 40, 100])
+@pytest.mark.parametrize("cut", slow_except([10], [10, 40, 100]))
 async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
@@ -157,7 +158,7 @@ async def test_a_blob_with_another_name_does_not_reach_the_library(monkeypatch: 
         assert added == [agent.blob]
 
 
-@pytest.mark.parametrize("end", ["", "#2", "#4"])
+@pytest.mark.parametrize("end", slow_except(["", "#2"], ["", "#2", "#4"]))
 async def test_a_peer_with_the_name_of_an_own_agent_is_not_taken_for_it(end: str) -> None:
     """Otherwise kvflow would write to its own memory with this endpoint's layout once agent #2 has been started."""
     async with open_backend(NixlBackend()) as source:

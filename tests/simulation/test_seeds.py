@@ -39,7 +39,7 @@ print("\\n".join(run_seed(int(sys.argv[1]), tells=True).story))
 """
 
 
-@pytest.mark.parametrize("first", slow_except([0, BATCH], range(0, BATCH * NUM_BATCHES, BATCH)))
+@pytest.mark.parametrize("first", slow_except([0], range(0, BATCH * NUM_BATCHES, BATCH)))
 def test_no_promise_is_broken(first: int) -> None:
     broken = {seed: found for seed in range(first, first + BATCH) if (found := run_seed(seed).violation)}
     assert not broken
@@ -51,7 +51,7 @@ def test_no_promise_is_broken_again(seed: int) -> None:
 
 
 def test_without_faults_every_request_succeeds() -> None:
-    for seed in range(20):
+    for seed in range(8):
         result = run_seed(seed, faults=Faults(), tells=True)
         assert result.violation is None
         assert result.num_requests == result.num_successes > 0
@@ -67,7 +67,7 @@ def test_the_story_does_not_depend_on_the_process(seed: int) -> None:
 
 
 def test_telling_changes_nothing() -> None:
-    for seed in range(10):
+    for seed in range(4):
         told, untold = run_seed(seed, tells=True), run_seed(seed)
         assert (told.num_callbacks, told.time, told.injected) == (untold.num_callbacks, untold.time, untold.injected)
 

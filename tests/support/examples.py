@@ -9,7 +9,7 @@ __all__ = ["QUICK", "THOROUGH", "examples"]
 THOROUGH: Final = 300
 """Default number of examples of a property in `make test-all`."""
 
-QUICK: Final = 60
+QUICK: Final = 40
 """Default number in `make test`."""
 
 

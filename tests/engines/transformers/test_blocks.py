@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from tests.engines.transformers.models import prompt
 from tests.engines.transformers.pair import Pair
+from tests.support.slow import slow_except
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_prefix_that_decode_has_is_not_sent(pair: Pair) -> None:
     assert sizes == [94 * token_bytes, 30 * token_bytes]
 
 
-@pytest.mark.parametrize("allow_block_sharing", [True, False])
+@pytest.mark.parametrize("allow_block_sharing", slow_except([False], [True, False]))
 def test_prompt_is_computed_again_behind_what_was_offered(allow_block_sharing: bool) -> None:
     """In other blocks, or in the held ones if the cache shares blocks."""
     with Pair(allow_block_sharing=allow_block_sharing) as pair:

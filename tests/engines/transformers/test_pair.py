@@ -45,6 +45,7 @@ def test_abort(any_pair: Pair) -> None:
     check_abort_frees_pages(any_pair, PROMPTS[1])
 
 
+@pytest.mark.slow
 def test_more_requests_than_fit_wait_on_both_sides() -> None:
     """Each side has twelve blocks, of 16 tokens on prefill and of 8 on decode, for seven prompts of 5 and 9 blocks."""
     with Pair(num_blocks=12) as pair:
