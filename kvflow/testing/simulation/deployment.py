@@ -13,7 +13,7 @@ import anyio
 from typing_extensions import override
 
 from kvflow.config import DecodeConfig, Endpoint, Limits, Packing, PrefillConfig, Timeouts
-from kvflow.errors import Unreachable
+from kvflow.errors import Shortage
 from kvflow.observe.logs import LOGGER
 from kvflow.state.invariants import check_invariants
 from kvflow.state.tables import Memory
@@ -348,7 +348,7 @@ def _lacks_sockets(error: BaseException) -> bool:
     """Return whether a process failed to start only because it had no sockets left."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_lacks_sockets, error.exceptions))
-    return isinstance(error, Unreachable)
+    return isinstance(error, Shortage)
 
 
 def leftovers(worker: Worker) -> Mapping[str, int]:

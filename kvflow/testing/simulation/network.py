@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 from kvflow.config import check_address
-from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
+from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.story import tell_message
@@ -244,7 +244,7 @@ class Network:
         check_address("endpoint", endpoint)
         if self._is_drawn(self._world.faults.connect_fails):
             self._world.count("no sockets left")
-            raise Unreachable("this process has no sockets left", endpoint=endpoint)
+            raise Shortage("this process has no sockets left", endpoint=endpoint)
         self._num_names += 1
         dialer = Dialer(self, process, endpoint, (on_message, on_lost), b"k%d" % self._num_names)
         self._dialers.append(dialer)
