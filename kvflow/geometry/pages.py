@@ -33,6 +33,9 @@ __all__ = [
     "read_page_tables",
 ]
 
+FEW: Final = 32
+"""Pages of a table that is checked without numpy."""
+
 WIRE_PAGES: Final = np.dtype("<u4")
 """Page indices on the wire."""
 
@@ -200,10 +203,14 @@ def _as_integers(component: Component, pages: PageIndices) -> NDArray[Any]:
 
 
 def _check_inside(component: Component, array: NDArray[Any]) -> None:
-    if not array.size:
-        return
-    unsigned = array.view(array.dtype.str.replace("i", "u")) if array.dtype.kind == "i" else array  # negative: large
-    if np.maximum.reduce(unsigned) >= component.slots:
+    if array.size <= FEW:  # where a reduction costs more
+        pages = array.tolist()
+        is_inside = not pages or (min(pages) >= 0 and max(pages) < component.slots)
+    else:
+        # Negative numbers are large without their sign.
+        unsigned = array.view(array.dtype.str.replace("i", "u")) if array.dtype.kind == "i" else array
+        is_inside = bool(np.maximum.reduce(unsigned) < component.slots)
+    if not is_inside:
         position = int(np.argmax((array < 0) | (array >= component.slots)))
         raise PlanError(
             "page index is out of range",

@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.errors import PlanError
 from kvflow.geometry import Component, KVLayout
-from kvflow.geometry.pages import PageTable, read_page_tables
+from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, read_page_tables
 from tests.support.pools import PagedShape, Pool
 
 SLOTS, PAGE_SIZE = 16, 4
@@ -96,3 +96,14 @@ def test_every_component_is_checked() -> None:
     with pytest.raises(PlanError, match="page index is out of range") as caught:
         read_page_tables(ranges, {"kv": table(1, 2), "swa": table(1, 99)}, TWO)
     assert caught.value.values["component"] == "swa"
+
+
+@pytest.mark.parametrize("wrong", [-1, 64])
+@pytest.mark.parametrize("count", [3, 40])
+def test_pages_outside_the_pool_are_found_in_short_and_long_tables(count: int, wrong: int) -> None:
+    pages = list(range(count))
+    pages[1] = wrong
+    component = Pool(PagedShape(64, PAGE_SIZE, (0, 1), 8, 1), 0).layout.component("kv")
+    with pytest.raises(PlanError, match="out of range") as caught:
+        build_page_table(component, TokenPages((0, count * PAGE_SIZE), pages))
+    assert (caught.value.values["position"], caught.value.values["page"]) == (1, wrong)

@@ -106,7 +106,7 @@ class End:
         )
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str | Exception) -> None:
         """Fail the request on both sides."""
         self._give_up()
         self.kv_mgr.fail(self.bootstrap_room, reason)
@@ -136,7 +136,7 @@ class KvflowKVSender(End, CommonKVSender):
         try:
             self.transfer = self.kv_mgr.rank.send(bootstrap_room)
         except KvflowError as error:
-            self.kv_mgr.fail(bootstrap_room, str(error))
+            self.kv_mgr.fail(bootstrap_room, error)
         else:
             self.kv_mgr.follow(self)
 
@@ -260,7 +260,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         try:
             self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
         except KvflowError as error:
-            manager.fail(self.bootstrap_room, str(error))
+            manager.fail(self.bootstrap_room, error)
         else:
             manager.follow(self)
 
@@ -290,8 +290,8 @@ class KvflowKVReceiver(End, CommonKVReceiver):
             tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices))
             pages = pools.pages(kv_indices) | pools.state_pages(tokens, state_indices)
             self.transfer.grant(tokens=tokens, pages=pages)
-        except KvflowError as error:
-            self._refuse(str(error))
+        except Exception as error:  # noqa: BLE001 - what SGLang's arrays raise concerns this request alone
+            self._refuse(error)
         else:
             self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
 
@@ -307,7 +307,7 @@ class KvflowKVReceiver(End, CommonKVReceiver):
         try:
             self.kv_mgr.metadata.write(self._metadata_row, self.transfer.result().metadata)
         except (KvflowError, ValueError) as error:
-            self.kv_mgr.fail(self.bootstrap_room, str(error))
+            self.kv_mgr.fail(self.bootstrap_room, error)
         else:
             super()._succeed()
 

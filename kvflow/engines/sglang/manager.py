@@ -28,6 +28,7 @@ from kvflow.engines.sglang.options import log_what_has_no_effect, refuse_unserve
 from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import read_settings
 from kvflow.engines.trust import chosen_trust
+from kvflow.errors import shorten
 from kvflow.geometry import Location
 
 if TYPE_CHECKING:
@@ -200,12 +201,14 @@ class KvflowKVManager(CommonKVManager):
         if not held:
             del self._held[end.bootstrap_room]
 
-    def fail(self, room: int, reason: str) -> None:
+    def fail(self, room: int, reason: str | Exception) -> None:
         """Fail a room, unless it has failed already or is over."""
         if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
             return
+        if isinstance(reason, Exception) and not isinstance(reason, kvflow.KvflowError):
+            reason = f"{type(reason).__name__}: {reason}"
         with self.failure_lock:
-            self.failure_records.setdefault(room, reason)
+            self.failure_records.setdefault(room, shorten(str(reason)))
         self.update_status(room, KVPoll.Failed)
 
     @override
@@ -252,9 +255,9 @@ class KvflowKVManager(CommonKVManager):
                 sender.offer_last(first, kv_indices, state_indices, metadata_row=row, ready=wait_event)
             else:
                 sender.offer(first, kv_indices, ready=wait_event)
-        except kvflow.KvflowError as error:
+        except Exception as error:  # noqa: BLE001 - what SGLang's arrays raise concerns this request alone
             sender.transfer.abort()
-            self.fail(bootstrap_room, str(error))
+            self.fail(bootstrap_room, error)
             return
         if self.request_status.get(bootstrap_room) == KVPoll.WaitingForInput:
             self.update_status(bootstrap_room, KVPoll.Transferring)

@@ -1,6 +1,5 @@
 """SGLang's own options: which reach the transport, which are refused, and which have no effect."""
 
-import logging
 import os
 from typing import Any, Final
 
@@ -11,11 +10,12 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel
 
 from kvflow import ConfigError
+from kvflow.engines.logs import adapter_logger
 from kvflow.engines.sglang.settings import IB_DEVICE, Settings
 
 __all__ = ["WITHOUT_EFFECT", "log_what_has_no_effect", "refuse_unserved", "transport_options"]
 
-LOGGER: Final = logging.getLogger(__name__)
+LOGGER: Final = adapter_logger(__name__)
 
 WITHOUT_EFFECT: Final = (
     "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",

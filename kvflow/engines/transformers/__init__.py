@@ -1,4 +1,4 @@
-"""kvflow between two `ContinuousBatchingManager`s of transformers 5.23.
+"""kvflow between two `ContinuousBatchingManager`s of transformers 5.23 and 5.24.
 
 - `prefill`, `decode`: the two ends, each on the manager of its process.
 - `engine`: hooks them into a manager's generation loop, and holds its blocks.

@@ -14,6 +14,7 @@ transformers provides no hooks for this, so this module replaces eight of its fu
 
 import abc
 import importlib.metadata
+import operator
 import os
 import select
 import threading
@@ -26,13 +27,44 @@ from typing_extensions import override
 
 from kvflow import ConfigError, LocalProtocolError, Memory
 from kvflow.blocking import BlockingReceiver, BlockingSender, DecodeRank, PrefillRank
+from kvflow.engines.logs import adapter_logger
 
 __all__ = ["End", "Engine"]
 
 AnyRank = TypeVar("AnyRank", bound=PrefillRank | DecodeRank)
 
-VERSION: Final = "5.23."
-"""Supported versions of transformers, whose private names are used here."""
+LOGGER: Final = adapter_logger(__name__)
+
+VERSIONS: Final = ("5.23", "5.24")
+"""Supported versions of transformers."""
+
+NAMES: Final = """
+    add_request background_thread_status.can_accept_new_requests cancel_request generation_config
+    input_queue.mutex input_queue.queue is_running pause _wake_up_loop.set
+
+    batch_processor._handle_request_error batch_processor.config.vocab_size batch_processor.fail_all_requests
+    batch_processor.has_pending_requests batch_processor.logit_processor.check_kwargs
+    batch_processor.output_router.deliver batch_processor.output_router.fail_and_deliver
+    batch_processor.prepare_next_batch
+
+    batch_processor.scheduler.active_requests batch_processor.scheduler.add_waiting_request
+    batch_processor.scheduler.safety_margin batch_processor.scheduler.schedule_batch
+    batch_processor.scheduler.starved_requests batch_processor.scheduler.waiting_requests
+
+    batch_processor.cache.cache_allocators batch_processor.cache.cache_tensor
+    batch_processor.cache.can_store_request_tokens batch_processor.cache.compute_free_capacity
+    batch_processor.cache.evict_cached_blocks batch_processor.cache.free_blocks
+    batch_processor.cache.mark_complete_blocks batch_processor.cache.num_sectors
+    batch_processor.cache.pool.try_to_free_sectors batch_processor.cache.search_prefix_match
+    batch_processor.cache.use_prefix_sharing
+"""
+"""Attributes of a manager that this package uses or replaces, most of them private."""
+
+ALLOCATOR_NAMES: Final = """
+    block_physical_stride block_table blocks_per_sector bytes_per_block cache_dtype head_dim layer_indices
+    needs_new_blocks num_key_value_heads tokens_per_page
+"""
+"""Attributes of the allocator for each kind of attention."""
 
 
 class Engine:
@@ -50,6 +82,7 @@ class Engine:
         _refuse_unserved(manager)
         if manager.batch_processor is None:
             manager.warmup()  # creates it
+        _check_names(manager)
         self.manager = manager
         self.processor = manager.batch_processor
         self.scheduler = self.processor.scheduler
@@ -91,12 +124,16 @@ class Engine:
             return batch, *rest
 
         def fail_all_requests(error: Exception) -> None:
-            fail_all(error)
-            end.fail_all(error)
+            try:
+                fail_all(error)
+            finally:
+                end.fail_all(error)
 
         def handle_request_error(error: Exception, state: Any) -> None:
-            fail_one(error, state)
-            end.lose(state.request_id)
+            try:
+                fail_one(error, state)
+            finally:
+                end.lose(state.request_id)
 
         self._replace(self.manager, "add_request", add_request)
         self._replace(self.processor, "_handle_request_error", handle_request_error)
@@ -217,12 +254,22 @@ class Engine:
     # Outputs
 
     def deliver(self, state: Any) -> None:
-        """Deliver the output of a request so far."""
-        self.processor.output_router.deliver(state.to_generation_output())
+        """Deliver the output of a request so far; if its receiver cannot take it, that concerns this request alone."""
+        with _logged(state):
+            self.processor.output_router.deliver(state.to_generation_output())
 
     def fail(self, state: Any, error: Exception) -> None:
-        """Fail a request, and deliver the failure."""
-        self.processor.output_router.fail_and_deliver(state, error)
+        """Fail a request, and deliver the failure; see `deliver`."""
+        with _logged(state):
+            self.processor.output_router.fail_and_deliver(state, error)
+
+
+@contextmanager
+def _logged(state: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        LOGGER.exception("output of request %s could not be delivered", state.request_id)
 
 
 HELD: Final = "__kvflow_held__"
@@ -318,8 +365,8 @@ def _refuse_unserved(manager: Any) -> None:
         As the constructor of `Engine`.
     """
     found = importlib.metadata.version("transformers")
-    if not found.startswith(VERSION):
-        raise ConfigError("kvflow does not know this version of transformers", found=found, expected=f"{VERSION}*")
+    if ".".join(found.split(".")[:2]) not in VERSIONS:
+        raise ConfigError("kvflow does not know this version of transformers", found=found, expected=VERSIONS)
     if manager.is_running():
         raise LocalProtocolError("manager is running; make kvflow's end before `start`")
     config = manager.continuous_batching_config
@@ -331,3 +378,31 @@ def _refuse_unserved(manager: Any) -> None:
     names = [name for name, is_used in unserved.items() if is_used]
     if names:
         raise ConfigError("kvflow does not serve this configuration of continuous batching", found=names)
+
+
+def _check_names(manager: Any) -> None:
+    """Check that this version of transformers has what kvflow uses of it.
+
+    Raises:
+        ConfigError: Names are missing.
+    """
+    missing = _missing(manager, NAMES)
+    if not missing:
+        for kind, allocator in manager.batch_processor.cache.cache_allocators.items():
+            missing += [f"{kind}.{name}" for name in _missing(allocator, ALLOCATOR_NAMES)]
+    if missing:
+        raise ConfigError(
+            "this version of transformers lacks names that kvflow uses",
+            missing=missing,
+            version=importlib.metadata.version("transformers"),
+        )
+
+
+def _missing(owner: Any, names: str) -> list[str]:
+    missing = []
+    for name in names.split():
+        try:
+            operator.attrgetter(name)(owner)
+        except AttributeError:
+            missing.append(name)
+    return missing

@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from kvflow.engines.sglang import plugin
 plugin.activate()
 HookRegistry.apply_hooks()
-from kvflow import ConfigError, KvflowError
+from kvflow import ConfigError, Endpoint, KvflowError
 from kvflow.engines.sglang import options
 from tests.engines.sglang import sides
 from tests.engines.sglang.models import Model, Rank
@@ -186,3 +186,24 @@ found.append([line for line in lines if "no effect" in line][-2:])
     assert "contradict" in found[3][1]
     assert found[4] == {"plugin_options": parameters}
     assert ["THREAD_POOL_SIZE" in found[5][0], "ib-device" in found[5][1]] == [True, True]
+
+
+def test_request_whose_indices_or_address_are_nonsense_fails_alone() -> None:
+    """Its reason goes into SGLang's log, so it is short."""
+    found = answer("""
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+side = sides.Side("decode", "mha", free_port())
+class Lying:
+    def __len__(self):
+        raise ZeroDivisionError("on purpose")
+kind, found = get_kv_class(TransferBackend("kvflow"), KVClassType.RECEIVER), []
+for room, host, indices in ((1, "h" * 5_000_000, []), (2, "nowhere", Lying())):
+    end = kind(mgr=side.managers[0], bootstrap_addr=host, bootstrap_room=room)
+    end.transfer = None if room == 1 else side.managers[0].rank.announce(room, prefill=Endpoint("127.0.0.1", 9))
+    side.managers[0].update_status(room, 1)
+    end.send_metadata(indices, 3)
+    found.append(sides.reason_of(end))
+""")
+    assert "no prefill server" in found[0]
+    assert len(found[0]) < 1_000
+    assert "ZeroDivisionError" in found[1]

@@ -29,8 +29,12 @@ KINDS = ("full_attention", "sliding_attention", "sliding_attention")
 
 
 def make_model(name: str) -> Any:
-    """Make "full" (Llama), "mixed" (the last two layers have a sliding window) or "window" (all layers have one)."""
+    """Make "full" (Llama), "mixed" (the last two layers have a sliding window) or "window" (all layers have one).
+
+    With " bfloat16" behind it, in that type.
+    """
     torch.set_num_threads(1)
+    name, _, dtype = name.partition(" ")
     model: Any
     if name == "full":
         model = LlamaForCausalLM(LlamaConfig(**COMMON))
@@ -44,7 +48,7 @@ def make_model(name: str) -> Any:
             if weights.ndim > 1:  # the others are norms
                 weights.normal_(0.0, 0.4, generator=generator)
     model.set_attn_implementation("sdpa")
-    return model.eval()
+    return model.to(getattr(torch, dtype or "float32")).eval()
 
 
 def make_manager(

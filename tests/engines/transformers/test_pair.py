@@ -1,10 +1,13 @@
 """Two managers of transformers connected by kvflow, compared with a single one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
+
+import torch
 
 from kvflow.testing.adapter import (
     check_abort_frees_pages,
@@ -15,7 +18,7 @@ from kvflow.testing.adapter import (
     check_same_output,
     check_wrong_pages_show,
 )
-from tests.engines.transformers.models import prompt
+from tests.engines.transformers.models import make_model, prompt
 from tests.engines.transformers.pair import Pair
 
 PROMPTS = [prompt(seed, length) for seed, length in enumerate((45, 100, 16, 7, 70))]
@@ -39,6 +42,30 @@ def test_same_output_in_other_blocks_of_another_size(any_pair: Pair) -> None:
 def test_large_blocks_to_small_ones_and_back() -> None:
     with Pair(page_sizes=(8, 32)) as pair:
         check_same_output(pair, PROMPTS)
+
+
+def test_half_precision() -> None:
+    """Rounding depends on what else is in a batch, and may decide between tokens that are almost equally likely."""
+    model, tokens = make_model("mixed bfloat16"), prompt(3, 70)
+    with Pair("mixed bfloat16") as pair:
+        pair.decode(tokens, pair.prefill(tokens, "half"))
+        right = pair.result("half")
+        pair.spoil()
+        pair.decode(tokens, pair.prefill(tokens, "spoiled"))
+        wrong = pair.result("spoiled")
+    assert isinstance(right, list)
+    assert isinstance(wrong, list)
+    assert worst_choice(model, tokens, right) < 0.02
+    assert worst_choice(model, tokens, wrong) > 0.2
+
+
+def worst_choice(model: Any, tokens: list[int], output: list[int]) -> float:
+    """Return how far below the best token one of the output was, as a share of the range of logits."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens + output])).logits[0, len(tokens) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    highest, lowest = logits.max(1).values, logits.min(1).values
+    return float(((highest - chosen) / (highest - lowest)).max())
 
 
 def test_abort(any_pair: Pair) -> None:

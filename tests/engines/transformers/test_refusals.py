@@ -1,5 +1,6 @@
 """Requests and settings that the adapter refuses."""
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ pytest.importorskip("transformers")
 
 import kvflow
 from kvflow import ConfigError, LayoutError, LocalProtocolError, Outcome, PlanError, RemoteProtocolError, TicketError
-from kvflow.engines.transformers.engine import VERSION
+from kvflow.engines.transformers.engine import ALLOCATOR_NAMES, NAMES, VERSIONS, _check_names
 from kvflow.engines.transformers.memory import CacheMap
 from kvflow.engines.transformers.metadata import FirstToken, read_first_token
 from kvflow.engines.transformers.prefill import PrefillManager
@@ -128,6 +129,21 @@ def test_generation_loop_that_fails_ends_what_is_under_way(monkeypatch: pytest.M
         assert not pair.prefill_end.is_busy
 
 
+def test_output_that_nobody_can_take_any_more_fails_no_other_request(pair: Pair) -> None:
+    """Its client's event loop has been closed; the first output is delivered when the cache has arrived."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    router = pair.decode_end.engine.processor.output_router
+    router.result_handlers["gone"] = (print, loop)
+    tokens = prompt(9, 30)
+    with pair.prefill_end.engine.manager.pause():
+        other = pair.prefill(tokens, "other")
+        pair.decode(tokens, pair.prefill(tokens, "gone"), max_tokens=1)
+        pair.decode(tokens, other)
+    assert pair.result("other") == pair.reference(tokens)
+    del router.result_handlers["gone"]
+
+
 def fail() -> None:
     raise RuntimeError("on purpose")
 
@@ -172,7 +188,37 @@ def test_managers_that_are_not_served() -> None:
 def test_extras_install_the_version_that_is_served() -> None:
     """The extras of the adapter and of the demo."""
     found = re.findall(r'"transformers([=<>][^"]*)"', PROJECT.read_text())
-    assert found == [f"=={VERSION}*"] * 2
+    first, last = VERSIONS[0], VERSIONS[-1].split(".")
+    assert found == [f">={first},<{last[0]}.{int(last[1]) + 1}"] * 2
+
+
+class Without:
+    """An object that lacks one of its attributes, given by its path."""
+
+    def __init__(self, real: Any, path: str) -> None:
+        self._real, self._path = real, path
+
+    def __getattr__(self, name: str) -> Any:
+        head, _, rest = self._path.partition(".")
+        if name == head and not rest:
+            raise AttributeError(name)
+        found = getattr(self._real, name)
+        return Without(found, rest) if name == head else found
+
+
+def test_names_that_a_version_of_transformers_lacks_are_named() -> None:
+    manager = make_manager("mixed")
+    manager.warmup()
+    _check_names(manager)
+    for path in NAMES.split():
+        with pytest.raises(ConfigError, match=re.escape(path)):
+            _check_names(Without(manager, path))
+    allocators = manager.batch_processor.cache.cache_allocators
+    for name in ALLOCATOR_NAMES.split():
+        kind = next(iter(allocators))
+        manager.batch_processor.cache.cache_allocators = allocators | {kind: Without(allocators[kind], name)}
+        with pytest.raises(ConfigError, match=f"{kind}.{name}"):
+            _check_names(manager)
 
 
 def test_caches_that_are_not_moved() -> None:
