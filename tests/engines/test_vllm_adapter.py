@@ -498,6 +498,21 @@ def test_only_the_first_prompt_of_a_batch_is_kept(pair: tuple[Server, Server]) -
         assert source.scheduler.finished(request, is_complete=True)[0] is is_kept
 
 
+@pytest.mark.parametrize("refusal", ["another model", "no tokens"])
+def test_prefill_is_told_what_decode_refuses_itself(pair: tuple[Server, Server], refusal: str) -> None:
+    source, target = pair
+    _, params = prefill(source)
+    request = asked("d", params)
+    if refusal == "another model":
+        params["kvflow_ticket"]["fingerprint"] = "other"
+    else:
+        request.prompt_token_ids = None
+    target.scheduler.add(request)
+    target.step()
+    source.until(lambda: "p" in source.told.sent)
+    target.step(finished=["d"])
+
+
 def test_prefill_is_told_that_nobody_will_ask(pair: tuple[Server, Server]) -> None:
     source, _ = pair
     prefill(source, transfer_id="of the router")

@@ -59,6 +59,7 @@ class StepOrders:
         chunks: Tokens to send.
         announced: Requests to receive, with the reference to their prefill.
         declined: Announced requests that vLLM computes here after all.
+        refused: What was computed elsewhere for requests that can only be computed here.
         granted: Tokens to receive.
         awaited: Ended requests whose blocks vLLM frees once it is told that they were sent.
         leased: Requests whose ticket leaves now.
@@ -72,6 +73,7 @@ class StepOrders:
     chunks: dict[str, ChunkOrder] = field(default_factory=dict)
     announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
+    refused: list[Reference] = field(default_factory=list)
     granted: dict[str, GrantOrder] = field(default_factory=dict)
     awaited: list[str] = field(default_factory=list)
     leased: list[str] = field(default_factory=list)

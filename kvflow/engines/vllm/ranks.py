@@ -88,6 +88,12 @@ class Ranks:
             raise kvflow.LocalProtocolError("this server does not decode", prefill=reference.prefill)
         return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
 
+    def decline(self, reference: Reference, detail: str) -> None:
+        """Tell prefill that a room will not be received here, if the reference is usable."""
+        if self._decode is not None:
+            with suppress(kvflow.KvflowError):
+                self._decode.decline(reference.room, prefill=reference.prefill, detail=detail)
+
     def completed(self) -> list[TransferUpdate[Any]]:
         """Return the updates of transfers since the last call."""
         return [update for rank in self._ranks for update in rank.completed()]

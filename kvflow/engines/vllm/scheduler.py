@@ -172,6 +172,7 @@ class ConnectorScheduler:
             return
         if not request.prompt_token_ids:
             LOGGER.warning("kvflow: %s is computed here: its prompt has no tokens", request_id)
+            self._orders.refused.append(reference)
             return
         prompt = digest_of(request)
         if reference.prompt not in (None, prompt) and not _is_only_to_be_told(request):

@@ -215,6 +215,8 @@ class ConnectorWorker:
             self._receiving[request_id] = move
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id])
+        for reference in orders.refused:
+            self._ranks.decline(reference, "its prompt has no tokens")
         self._settle_ended(orders)
         if self._layerwise:
             for request_id, chunk in orders.chunks.items():

@@ -35,6 +35,7 @@ class Deployment:
         prefill: Computes prompts. Without `kv_transfer_params`, it answers like any server.
         decode: Continues from the cache of prefill.
         mooncake_port: Port where prefill answers routers of the `mooncake` dialect.
+        prefill_address: Address of the first prefill rank.
         wrong_page: While this file exists, prefill sends a page of another request.
     """
 
@@ -50,14 +51,15 @@ class Deployment:
         load_failure_policy: str = "fail",
     ) -> None:
         self.wrong_page = place / "wrong_page"
-        self.mooncake_port = unused_port()
+        self.mooncake_port, port = unused_port(), unused_port()
+        self.prefill_address = f"tcp://127.0.0.1:{port}"
         probe = Probe(wrong_page=str(self.wrong_page)).environment()
         described = pair(
             model=str(model or prepare_smollm2()),
             served_name=MODEL,
             first_port=0,
             extra_config={
-                "port": unused_port(),
+                "port": port,
                 **({} if divided_by == "data" else {"mooncake_port": self.mooncake_port}),
                 **(extra_config or {}),
             },

@@ -1,6 +1,8 @@
 """Clients that disconnect and servers that die: resources are released, and the next request succeeds."""
 
 import uuid
+from functools import partial
+from pathlib import Path
 
 import aiohttp
 import anyio
@@ -10,6 +12,7 @@ from benchmarks.vllm_handover.client import MODEL, ask, hand_over, metrics, prom
 from kvflow.cli.proxy.application import PREFILL_PARAMS, serve_proxy
 from kvflow.cli.serve.server import Server
 from tests.engines.vllm.deployment import GRANT_S, SETTLE_S, Deployment, leave_after
+from tests.engines.vllm.routers import vllm_router
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -105,12 +108,33 @@ async def test_decode_refuses_the_request(pair: Deployment, client: aiohttp.Clie
     await check_service(pair, client, 76)
 
 
-async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.ClientSession) -> None:
-    """On decode they are two requests with one ticket. With `top_k` of 1 both answers are equal."""
+async def test_decode_refuses_the_ticket(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    first = await ask(client, pair.prefill.url, prompt_of(79, 100), 1, PREFILL_PARAMS)
+    assert first.params is not None
+    first.params["kvflow_ticket"]["fingerprint"] = "another model"
+    refused = await ask(client, pair.decode.url, prompt_of(79, 100), TOKENS, first.params)
+    assert refused.status == 500
+    await check_service(pair, client, 80)
+
+
+async def test_clients_leave_at_any_time(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """The proxy tells prefill, also of a request whose answer it has not seen."""
+    async with serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0) as url:
+        async with anyio.create_task_group() as tasks:
+            for number in range(20):
+                call = partial(ask, client, url, prompt_of(400 + number, 60), TOKENS)
+                tasks.start_soon(leave_after, 0.1 * number, call)
+        await check_service(pair, client, 81)
+
+
+async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.ClientSession, tmp_path: Path) -> None:
+    """On each server they are two requests, with one ticket. With `top_k` of 1 both answers are equal."""
     prompt = prompt_of(77, 300)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.5, "top_k": 1, "n": 2}
-    proxy = serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
-    async with proxy as url, client.post(f"{url}/v1/completions", json=body) as response:
+    async with (
+        vllm_router(pair.prefill.url, pair.decode.url, tmp_path) as url,
+        client.post(f"{url}/v1/completions", json=body) as response,
+    ):
         assert response.status == 200
         choices = (await response.json())["choices"]
     assert [choice["text"] for choice in choices] == 2 * [await pair.text(client, prompt, TOKENS)]
