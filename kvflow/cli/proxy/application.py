@@ -87,13 +87,12 @@ class Proxy(web.Server):
     @override
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        ends = [it.transport for it in self.connections if it.transport is not None]
-        hosts = Counter(str((it.get_extra_info("peername") or "?")[0]) for it in ends)
-        if len(ends) > MAX_CONNECTIONS or max(hosts.values(), default=0) > MAX_PER_CLIENT:
-            transport.abort()
-            return
         self._silent[handler] = transport
         asyncio.get_running_loop().call_later(CLIENT_S, self._close_silent, handler)
+        ends = [it.transport for it in self.connections if it.transport is not None]
+        own = [it for it in ends if _host_of(it) == _host_of(transport)]
+        if len(ends) > MAX_CONNECTIONS or len(own) > MAX_PER_CLIENT:  # one that says nothing must go first
+            self._close_silent(next(it for it, end in self._silent.items() if end in own))
 
     def _close_silent(self, handler: Any) -> None:
         if (transport := self._silent.pop(handler, None)) is not None:
@@ -235,6 +234,10 @@ class Proxy(web.Server):
 
 async def _refuse(request: web.BaseRequest) -> web.StreamResponse:
     raise BadAnswer(404, _error(404, f"there is nothing at {request.path}"))
+
+
+def _host_of(transport: asyncio.BaseTransport) -> str:
+    return str((transport.get_extra_info("peername") or "?")[0])
 
 
 def _fields(text: bytes, status: int = 400) -> dict[str, msgspec.Raw]:
