@@ -225,11 +225,10 @@ class Proxy(web.Server):
         data = None if fields is None else msgspec.json.encode(fields)
         sent = {**(headers or {}), **({"Content-Type": "application/json"} if data else {})}
         try:
-            answer = await self._session.request("POST" if data else "GET", url, data=data, headers=sent)
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise _failed(f"{url} cannot be reached: {error!r}") from error
-        async with answer:
-            yield answer
+            async with self._session.request("POST" if data else "GET", url, data=data, headers=sent) as answer:
+                yield answer
+        except aiohttp.ClientError as error:
+            raise _failed(f"{url} does not answer: {error!r}") from error
 
 
 async def _refuse(request: web.BaseRequest) -> web.StreamResponse:
@@ -260,13 +259,21 @@ async def _pass_on(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> 
     await response.prepare(request)
     try:
         async for piece in answer.content.iter_any():
-            async with asyncio.timeout(CLIENT_S):
-                await response.write(piece)
+            await _write(response, piece)
     except aiohttp.ClientError as error:  # the status has been sent already, so the body must contain the error
         lost = _failed(f"{answer.url} ended in the middle of its answer: {error}")
-        await response.write(b"data: " + lost.body + b"\n\n")
+        await _write(response, b"data: " + lost.body + b"\n\n")
     await response.write_eof()
     return response
+
+
+async def _write(response: web.StreamResponse, piece: bytes) -> None:
+    try:
+        async with asyncio.timeout(CLIENT_S):
+            await response.write(piece)
+    except (ConnectionResetError, TimeoutError) as error:  # the client has left, or does not read
+        response.force_close()
+        raise BadAnswer(499, b"") from error
 
 
 def _failed(message: str, status: int = 502) -> BadAnswer:
