@@ -235,6 +235,7 @@ def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_loc
     target.until(lambda: "d" in target.told.received)
     source.until(lambda: "p" in source.told.sent)
     assert not target.told.failed
+    assert not vars(source.scheduler._shortage)["_asked"]
     skipped = num_local // BLOCK
     assert target.tokens(DECODE[skipped:])[: PROMPT - num_local] == list(range(num_local + 1, PROMPT + 1))
     assert not any(target.tokens(DECODE[:skipped]))

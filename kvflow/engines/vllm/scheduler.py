@@ -362,7 +362,7 @@ class ConnectorScheduler:
         self._num_held += len(report.held) - len(report.freed)
         if report.held:
             self._held_at = time.monotonic()
-        self._shortage.note_asked(report.asked)
+        self._shortage.note_asked(it for it in report.asked if it in self._sending or it in self._ended)
         for request_id in report.lost:
             if (sending := self._sending.get(request_id)) is not None:
                 sending.is_lost = True
