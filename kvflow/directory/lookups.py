@@ -8,7 +8,7 @@ from typing import Final
 from kvflow.directory.client import RegistryClient
 from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
-from kvflow.state.decode.instances import MAX_LOOKUPS
+from kvflow.state.decode.handshake import MAX_LOOKUPS
 from kvflow.state.events import InstanceAddress, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord

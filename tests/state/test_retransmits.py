@@ -192,7 +192,7 @@ def test_a_lost_rank_that_is_heard_again_is_asked_for_its_proof_at_once(transfer
 def test_a_rank_that_connects_again_is_asked_for_its_proofs_at_once(transfer: Transfer) -> None:
     transfer.core.hear(PREFILL, Refuse(peer=PREFILL, to=None, detail="handshake required"))
     effects = transfer.core.connect(PREFILL, OTHER)
-    assert [to for to, _ in messages(effects, Cancel)] == [PREFILL, OTHER]
+    assert {to for to, _ in messages(effects, Cancel)} == {PREFILL, OTHER}
 
 
 def test_a_reconnection_asks_for_nothing_that_is_proved_or_may_still_succeed(transfer: Transfer) -> None:

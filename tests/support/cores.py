@@ -1,5 +1,6 @@
 """Drivers for cores without a shell: events in, effects out. A driver plays the shell and the peers of its core."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -382,11 +383,15 @@ class DecodeDriver:
         return self(ev.RoutesCompiled(compile_routes_.instance, compile_routes_.attempt, routes))
 
     def welcome(self, hellos: Sequence[Effect], domain: bytes = b"") -> list[DecodeEffect]:
-        """Receive a Welcome from each rank for its Hello among `hellos`."""
+        """Receive a Welcome from each rank for its Hello among `hellos`, and from those that are sent one then."""
         effects: list[DecodeEffect] = []
-        for to, hello in messages(hellos, Hello):
+        unanswered = deque(messages(hellos, Hello))
+        while unanswered:
+            to, hello = unanswered.popleft()
             assert isinstance(hello, Hello)
-            effects += self.hear(to, welcome_of(to, hello, domain=domain))
+            answered = self.hear(to, welcome_of(to, hello, domain=domain))
+            unanswered += messages(answered, Hello)
+            effects += answered
         return effects
 
     def connect(

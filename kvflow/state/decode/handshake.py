@@ -1,8 +1,13 @@
 """The handshake with prefill instances: from a reference to connected ranks, and again when a rank is lost. Pure.
 
-The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello. Rooms
-wait for the handshake for `handshake_s` at most, then fail. Later rooms fail at once, but the handshake continues as
-long as rooms request the instance: the control channel, not the outcome of a room, shows whether the instance is back.
+The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello. The
+address comes from a request, and the answer from whoever is there, so neither is trusted: the core connects to the
+first rank, and to the others once it has answered. Hosts and instances have shares of the lookups and connections whose
+other end has not answered yet, and those that do not answer take turns.
+
+Rooms wait for the handshake for `handshake_s` at most, then fail. Later rooms fail at once, but the handshake continues
+as long as rooms request the instance: the control channel, not the outcome of a room, shows whether the instance is
+back.
 
 A room is granted only to the ranks that it refers to: those in the directory's answer, and the process that issued its
 ticket. If other processes are connected, the core asks the directory again, because either side may be out of date: a
@@ -22,10 +27,11 @@ from collections.abc import Hashable, Iterator
 
 import msgspec
 
+from kvflow.config import split_address
 from kvflow.errors import FailureReason, Stage
 from kvflow.gate import host_denial
 from kvflow.room import RoomId
-from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting
+from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
@@ -43,6 +49,7 @@ from kvflow.state.events import (
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import InstanceSignal, InstanceState
 from kvflow.state.timers import Timers
+from kvflow.state.turns import Turns
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
@@ -69,6 +76,15 @@ REFUSED_PAUSE_S = 2.0
 
 MAX_HELLO_PAUSE_S = 1.0
 """Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
+
+MAX_LOOKUPS = 64
+"""Maximum number of unanswered lookups at addresses: each takes a socket, and any request may name a new one."""
+
+MAX_DIALS = 64
+"""Maximum number of ranks that have been connected to, and have never answered."""
+
+TURN_S = 1.0
+"""How long an attempt that is not answered keeps its place when places are short, in seconds."""
 
 UNWANTED_S = 30.0
 """How long an unreachable instance is looked up after a room last requested it, in seconds."""
@@ -122,6 +138,8 @@ class Instances:
         self._instances = InstanceTable()
         self._number = 0
         self._attempts = itertools.count()
+        self._lookups = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
+        self._dials = Turns[PeerId](MAX_DIALS, TURN_S)
 
     # Requests from rooms ---------------------------------------------------------------------------------------------
 
@@ -220,6 +238,7 @@ class Instances:
         instance = self._instances.at(event.instance)
         if instance is None:
             return []
+        self._lookups.end(event.instance)
         effects = self._fail_outdated(instance, event, now)
         instance.found, instance.refusal, instance.is_short = event, "", False
         if not _is_complete(event.records):
@@ -329,7 +348,6 @@ class Instances:
         effects: list[DecodeEffect] = []
         for record, compiled in zip(instance.records, event.routes, strict=True):
             peer, window = record.peer, None
-            effects += self._peers.open(peer, record.endpoint)
             if compiled.route.slices:
                 window, searched = self._peers.assign_window(peer)
                 effects += searched
@@ -349,8 +367,36 @@ class Instances:
                 staging=window,
                 agent=self._settings.agent,
             )
-            effects += self._say_hello(instance, peer, now, min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S))
+        known = sorted(instance.records, key=lambda record: record.peer not in self._peers)  # those need no place
+        instance.undialed.update((record.peer, record) for record in known)
+        instance.is_proved = any(self._peers.is_connected(peer) for peer in instance.peers)
+        return [*effects, *self._dial(instance, now)]
+
+    def _dial(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Send Hellos to more ranks: the first one, and the others once one has proved itself and as places permit."""
+        effects: list[DecodeEffect] = []
+        pause_s = min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
+        while instance.undialed and (instance.is_proved or len(instance.undialed) == len(instance.records)):
+            peer, record = next(iter(instance.undialed.items()))
+            if peer not in self._peers:
+                owners = (split_address("endpoint", record.endpoint)[0], peer.rank.instance)
+                has_place, loser = self._dials.take(peer, owners, now)
+                effects += self._hang_up(loser, now)
+                if not has_place:
+                    break
+            del instance.undialed[peer]
+            effects += [*self._peers.open(peer, record.endpoint), *self._say_hello(instance, peer, now, pause_s)]
         return effects
+
+    def _hang_up(self, peer: PeerId | None, now: float) -> list[DecodeEffect]:
+        """Close the connection to a rank that does not answer, to try it again later."""
+        if peer is None or not self.is_handshaking(peer):
+            return []
+        instance = self._instance_of(peer)
+        instance.undialed[peer] = next(record for record in instance.records if record.peer == peer)
+        instance.undialed.move_to_end(peer, last=instance.is_proved)
+        self._timers.clear(HelloUnanswered(peer))
+        return self._peers.close_unless_awaited(peer, now, is_awaited=self._rooms.await_proof_of(peer))
 
     # Messages from prefill ranks -------------------------------------------------------------------------------------
 
@@ -361,10 +407,13 @@ class Instances:
         instance = self._instance_of(peer)
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
+        self._dials.end(peer)
+        instance.undialed.pop(peer, None)
+        instance.is_proved = True
         is_new = self._peers.handshake_done(peer, now, welcome)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
         effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
-        return effects if instance.hellos else [*effects, *self._connected(instance, now)]
+        return [*effects, *(self._dial(instance, now) if instance.hellos else self._connected(instance, now))]
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
         """Handle the refusal of a Hello; ignore it if it answers an earlier one."""
@@ -405,7 +454,7 @@ class Instances:
         if instance is None:
             return []
         self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return self._ask(instance)
+        return self._ask(instance, now)
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Restart the handshake with an instance that has lost a rank."""
@@ -494,11 +543,16 @@ class Instances:
     def _look_up(self, instance: Instance, now: float) -> list[DecodeEffect]:
         instance.found = None
         self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return self._ask(instance)
+        return self._ask(instance, now)
 
-    def _ask(self, instance: Instance) -> list[DecodeEffect]:
-        """Look up each reference that rooms wait on."""
-        return [LookUp(ref, self._number) for ref in instance.refs_waiting]
+    def _ask(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Look up each reference that rooms wait on, if it is its turn."""
+        return [LookUp(ref, self._number) for ref in instance.refs_waiting if self._may_look_up(instance, ref, now)]
+
+    def _may_look_up(self, instance: Instance, ref: InstanceRef, now: float) -> bool:
+        if not isinstance(ref, InstanceAddress) or instance.state is InstanceState.CONNECTED:
+            return True
+        return self._lookups.take(ref, (host_of(ref),), now)[0]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Repeat the lookup while the handshake is unfinished or a rank is suspect; forget unwanted instances."""
@@ -508,11 +562,13 @@ class Instances:
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
         self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return self._ask(instance)
+        return [*self._ask(instance, now), *self._dial(instance, now)]
 
     def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
         effects = self._forget_hellos(instance, now, keep=[])
         self._clear_timers(instance)
+        for ref in instance.refs:
+            self._lookups.end(ref)
         self._instances.remove(instance)
         return effects
 
@@ -541,7 +597,7 @@ class Instances:
         effects = [*self._send_declined(instance, now), *self._grant_waiting(instance, now)]
         if instance.waiting:
             self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-            effects += self._ask(instance)
+            effects += self._ask(instance, now)
         return effects
 
     def _grant_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -675,6 +731,7 @@ class Instances:
         """Abandon unanswered Hellos; disconnect unconnected ranks outside `keep`, and reclaim their unused windows."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
+            self._dials.end(peer)
             self._timers.clear(HelloUnanswered(peer))
             if peer not in keep and peer not in self._peers:
                 self._peers.windows.take_back_unused(peer)
@@ -682,6 +739,7 @@ class Instances:
                 effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
                 effects += self._peers.probe(peer)
         instance.hellos.clear()
+        instance.undialed.clear()
         instance.hello_pause_s.clear()
         return effects
 
@@ -711,7 +769,9 @@ class Instances:
         """Yield the reason for each rank that delays the rooms of an instance."""
         for record in instance.records:
             who = f"rank {record.peer.rank} at {record.endpoint}"
-            if record.peer in instance.hellos:
+            if record.peer in instance.undialed:
+                yield f"{who} has not been asked: too many other ranks do not answer"
+            elif record.peer in instance.hellos:
                 yield f"{who} does not answer"
             elif not self._peers.is_connected(record.peer):
                 yield f"{who} has been silent since its connection broke"

@@ -10,20 +10,17 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvflow.config import split_address
 from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
 from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, InstanceRef
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 
-__all__ = ["MAX_LOOKUPS", "MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting"]
+__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting", "host_of"]
 
 MAX_REFS = 1_024
-"""Maximum number of references that are remembered."""
-
-MAX_LOOKUPS = 64
-"""Maximum number of addresses whose instance is unknown or not connected: each takes a socket, and any request may name
-a new one."""
+"""Maximum number of references that are remembered. Addresses at one host may not take more than is left."""
 
 
 class Waiting(NamedTuple):
@@ -63,6 +60,8 @@ class Instance:
         refs: All references to it, each with the first rank of the directory's last answer.
         name: Name of the instance; None if unknown.
         records: Its ranks, as listed by the directory.
+        undialed: Those that have not been connected to yet in this handshake, in order.
+        is_proved: Whether one of them has answered in this handshake, or was connected before.
         found_by: Reference whose lookup returned `records`.
         began_at: When the handshake with them began.
         hellos: Unanswered Hellos, by rank.
@@ -86,6 +85,8 @@ class Instance:
         self.state = InstanceState.LOOKING_UP
         self.attempt = -1
         self.records: tuple[RankRecord, ...] = ()
+        self.undialed: OrderedDict[PeerId, RankRecord] = OrderedDict()
+        self.is_proved = False
         self.found_by: InstanceRef = ref
         self.began_at = now
         self.hellos: dict[PeerId, Hello] = {}
@@ -136,26 +137,35 @@ class InstanceTable:
         self._by_ref: dict[InstanceRef, Instance] = {}
         self._by_name: dict[str, Instance] = {}
         self._numbers = itertools.count(1)
+        self._at_host: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances.values())
 
     def make_room(self, new: InstanceRef) -> bool:
         """Drop the oldest reference that no room waits on if there are too many; return whether one can be added."""
-        if isinstance(new, InstanceAddress):
-            lookups = [ref for ref, instance in self._by_ref.items() if _is_lookup(ref, instance)]
-            if len(lookups) >= MAX_LOOKUPS:
-                return self._forget_one_of(lookups)
-        return len(self._by_ref) < MAX_REFS or self._forget_one_of(list(self._by_ref))
-
-    def _forget_one_of(self, refs: list[InstanceRef]) -> bool:
-        for ref in refs:
-            instance = self._by_ref[ref]
+        if self._has_place(new):
+            return True
+        for ref, instance in list(self._by_ref.items()):
             if all(room.opened.instance != ref for room, *_ in instance.waiting.values()):
-                del self._by_ref[ref]
-                del instance.refs[ref]
-                return True
+                self._forget(ref)
+                if self._has_place(new):
+                    return True
         return False
+
+    def _has_place(self, new: InstanceRef) -> bool:
+        free = MAX_REFS - len(self._by_ref)
+        return self._at_host.get(host_of(new), 0) < free if isinstance(new, InstanceAddress) else free > 0
+
+    def _forget(self, ref: InstanceRef) -> None:
+        del self._by_ref.pop(ref).refs[ref]
+        self._count(ref, -1)
+
+    def _count(self, ref: InstanceRef, change: int) -> None:
+        if isinstance(ref, InstanceAddress):
+            number = self._at_host.pop(host_of(ref), 0) + change
+            if number:
+                self._at_host[host_of(ref)] = number
 
     def numbered(self, number: int) -> Instance:
         """Return an instance by its number."""
@@ -196,8 +206,8 @@ class InstanceTable:
     def remove(self, instance: Instance) -> None:
         """Remove an instance and all references to it."""
         del self._instances[instance.number]
-        for ref in instance.refs:
-            del self._by_ref[ref]
+        for ref in list(instance.refs):
+            self._forget(ref)
         if instance.name is not None:
             del self._by_name[instance.name]
 
@@ -209,11 +219,13 @@ class InstanceTable:
         return instance
 
     def _point(self, ref: InstanceRef, instance: Instance) -> Instance:
+        if ref not in self._by_ref:
+            self._count(ref, 1)
         instance.refs[ref] = None
         self._by_ref[ref] = instance
         return instance
 
 
-def _is_lookup(ref: InstanceRef, instance: Instance) -> bool:
-    is_over = instance.state is InstanceState.CONNECTED and instance.refs[ref] is not None
-    return isinstance(ref, InstanceAddress) and not is_over
+def host_of(ref: InstanceAddress) -> str:
+    """Return the host of an address."""
+    return split_address("address", ref.address)[0]

@@ -22,7 +22,7 @@ from kvflow.state.effects import (
     ReportReceiver,
     SendMessage,
 )
-from kvflow.wire.messages import Cancel, Decline, Drained, Goodbye, Grant, Hello, PeerId, Ping, Pong, Refuse
+from kvflow.wire.messages import Cancel, Decline, Drained, Goodbye, Grant, Hello, PeerId, Ping, Pong, RankRecord, Refuse
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -52,7 +52,7 @@ def core() -> DecodeDriver:
 
 @pytest.fixture
 def hellos(core: DecodeDriver) -> list[DecodeEffect]:
-    """A room waits for two ranks, to which hellos have been sent."""
+    """A room waits for two ranks, the first of which has been sent a Hello."""
     core(request())
     return core.compiled(core.found(PREFILL, OTHER_PREFILL))
 
@@ -110,21 +110,19 @@ def test_lookups_go_on_during_the_handshake_and_equal_answers_change_nothing(
 ) -> None:
     assert LookUp("prefill") in core.sleep(1.0)
     assert core.found(PREFILL, OTHER_PREFILL) == []
-    accept(core, hello_to(hellos, PREFILL))
-    accept(core, hello_to(hellos, OTHER_PREFILL))
+    core.welcome(hellos)
     assert LookUp("prefill") not in core.pass_time(10.0)
 
 
 def test_a_rank_that_restarts_during_the_handshake_is_shaken_hands_with_instead(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
-    old = hello_to(hellos, OTHER_PREFILL)
+    old = hello_to(hellos, PREFILL)
     effects = core.found(AGAIN, OTHER_PREFILL)
     assert Disconnect(PREFILL) in effects
     effects = core.compiled(effects)
-    assert of_kind(effects, Connect) == [Connect(AGAIN, endpoint_of(AGAIN))], "the other one is connected already"
-    assert [to for to, _ in messages(effects, Hello)] == [AGAIN, OTHER_PREFILL]
-    assert accept(core, old) == [], "of the former attempt"
+    assert of_kind(effects, Connect) == [Connect(AGAIN, endpoint_of(AGAIN))]
+    assert messages(accept(core, old), Hello) == [], "of the former attempt"
     grants = messages(core.welcome(effects), Grant)
     assert [to for to, _ in grants] == [AGAIN, OTHER_PREFILL]
 
@@ -146,13 +144,55 @@ def test_an_answer_of_the_directory_that_comes_late_changes_nothing(core: Decode
 # Hellos ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_hello_says_what_is_wanted_of_whom(hellos: list[DecodeEffect]) -> None:
-    assert of_kind(hellos, Connect) == [Connect(to, endpoint_of(to)) for to in (PREFILL, OTHER_PREFILL)]
+def test_a_hello_says_what_is_wanted_of_whom(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
     for head, to in enumerate((PREFILL, OTHER_PREFILL)):
+        assert of_kind(hellos, Connect) == [Connect(to, endpoint_of(to))]
         hello = hello_to(hellos, to)
         assert (hello.peer, hello.to, hello.attempt, hello.versions) == (DECODE, to, 0, (3, 3))
         assert [one.heads for one in hello.route.slices] == [(head, head + 1)]
         assert hello.staging is None
+        hellos = accept(core, hello)
+
+
+THIRD_PARTY = "tcp://203.0.113.7"
+
+
+def lying(number: int, num_ranks: int) -> tuple[RankRecord, ...]:
+    """Return records of an instance whose ranks are all said to be at a third party."""
+    whole = records(*(peer(f"evil-{number}", rank) for rank in range(num_ranks)))
+    return tuple(replace(record, endpoint=f"{THIRD_PARTY}:{1 + record.peer.rank.engine_rank}") for record in whole)
+
+
+def test_a_directory_that_names_strangers_leads_to_one_connection(core: DecodeDriver) -> None:
+    core(request(instance="evil-0"))
+    records_of_strangers = lying(0, 200)
+    compiling = core(ev.InstanceFound("evil-0", records_of_strangers))
+    silent = [record.peer for record in records_of_strangers[1:]]
+    hellos = core.compiled(compiling, silent=silent)
+    assert len(of_kind(hellos, Connect)) == 1
+    assert of_kind(core.pass_time(HANDSHAKE_S - 1.0), Connect) == []
+    effects = accept(core, hello_to(hellos, records_of_strangers[0].peer))
+    assert len(of_kind(effects, Connect)) == handshake.MAX_DIALS // 2, "the share of one host"
+
+
+def test_the_ranks_of_a_large_instance_are_connected_as_they_answer(core: DecodeDriver) -> None:
+    others = [peer("prefill", rank) for rank in range(3 * handshake.MAX_DIALS)]
+    core(request())
+    hellos = core.compiled(core.found(*others), silent=others[1:])
+    assert len(messages(core.welcome(hellos), Grant)) == len(others)
+    assert len(core.core.instances._dials) == 0
+
+
+def test_instances_that_never_answer_do_not_keep_others_out(core: DecodeDriver) -> None:
+    for number in range(2 * handshake.MAX_DIALS):
+        core(request(100 + number, room=100 + number, instance=f"evil-{number}"))
+        core.compiled(core(ev.InstanceFound(f"evil-{number}", lying(number, 1))))
+    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS
+    core(request(900))
+    assert len(messages(core.welcome(core.compiled(core.found(PREFILL))), Grant)) == 1
+    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS + 1
+    core.pass_time(2 * handshake.TURN_S)
+    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS + 1
 
 
 def test_a_hello_is_retransmitted_less_and_less_often(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
@@ -173,9 +213,9 @@ def test_a_rank_that_has_answered_is_not_asked_again(core: DecodeDriver, hellos:
 
 
 def test_a_welcome_of_another_attempt_is_ignored(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
-    accept(core, hello_to(hellos, OTHER_PREFILL))
-    assert messages(accept(core, replace(hello_to(hellos, PREFILL), attempt=7)), Grant) == []
-    assert len(messages(accept(core, hello_to(hellos, PREFILL)), Grant)) == 2
+    other = accept(core, hello_to(hellos, PREFILL))
+    assert messages(accept(core, replace(hello_to(other, OTHER_PREFILL), attempt=7)), Grant) == []
+    assert len(messages(accept(core, hello_to(other, OTHER_PREFILL)), Grant)) == 2
 
 
 def test_a_second_welcome_changes_nothing(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:
@@ -217,7 +257,7 @@ def test_a_connection_that_breaks_during_the_handshake_looks_the_instance_up(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
     assert core(ev.ConnectionLost(PREFILL)) == [LookUp("prefill")]
-    assert {to for to, _ in messages(core.sleep(0.25), Hello)} == {PREFILL, OTHER_PREFILL}
+    assert {to for to, _ in messages(core.sleep(0.25), Hello)} == {PREFILL}
 
 
 def test_who_accepts_over_a_connection_that_broke_is_suspect_until_it_is_heard(
@@ -297,8 +337,7 @@ def test_ranks_that_claim_the_same_address_are_never_granted_anything(core: Deco
     core(request())
     both = tuple(replace(record, endpoint=endpoint_of(PREFILL)) for record in records(PREFILL, OTHER_PREFILL))
     hellos = core.compiled(core(ev.InstanceFound("prefill", both)))
-    for to in (PREFILL, OTHER_PREFILL):
-        assert messages(accept(core, hello_to(hellos, to)), Grant) == []
+    assert messages(core.welcome(hellos), Grant) == []
     assert len(messages(core.connect(AGAIN, peer("prefill", 1, 2)), Grant)) == 2
 
 
@@ -701,9 +740,9 @@ def test_a_room_that_waited_in_vain_for_a_suspect_rank_says_so(suspect: Transfer
 def test_a_rank_whose_connection_breaks_while_others_have_not_answered_is_granted_when_it_is_heard(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
-    accept(core, hello_to(hellos, PREFILL))
+    other = hello_to(accept(core, hello_to(hellos, PREFILL)), OTHER_PREFILL)
     core(ev.ConnectionLost(PREFILL))
-    assert messages(accept(core, hello_to(hellos, OTHER_PREFILL)), Grant) == []
+    assert messages(accept(core, other), Grant) == []
     assert len(messages(core.hear(PREFILL, Pong(peer=PREFILL)), Grant)) == 2
 
 

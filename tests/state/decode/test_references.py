@@ -7,11 +7,10 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state import events as ev
-from kvflow.state.decode import instances
+from kvflow.state.decode import handshake, instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
 from kvflow.wire.messages import Decline, Grant, Hello, PeerId
 from tests.support.cores import (
-    ABORTED,
     OTHER_PREFILL,
     PREFILL,
     DecodeDriver,
@@ -238,22 +237,34 @@ def test_the_number_of_instances_is_bounded(core: DecodeDriver, monkeypatch: pyt
     assert core(request(3, room=3, instance=HERE)) == []
 
 
-@pytest.mark.parametrize("name", [None, "prefill"])
-def test_addresses_that_are_looked_up_are_bounded_apart(
-    core: DecodeDriver, monkeypatch: pytest.MonkeyPatch, name: str | None
+def silent(number: int, host: int) -> ev.InstanceAddress:
+    return ev.InstanceAddress(f"tcp://10.0.0.{host}:{7000 + number}")
+
+
+@pytest.mark.parametrize("num_hosts", [1, 9, 200])
+def test_those_who_do_not_answer_do_not_keep_others_out(core: DecodeDriver, num_hosts: int) -> None:
+    """Whoever writes tickets may name any number of addresses; so may honest requests to a dead pool."""
+    asked = set()
+    for number in range(200):
+        effects = core(request(number + 1, room=number + 1, instance=silent(number, number % num_hosts)))
+        asked |= {effect.instance for effect in of_kind(effects, LookUp)}
+    assert len(asked) <= handshake.MAX_LOOKUPS
+    effects = core(request(900, room=900, instance=HERE))
+    waited_s = 0.0
+    while LookUp(HERE) not in effects:
+        effects, waited_s = core.sleep(0.25), waited_s + 0.25
+    assert waited_s == 0.0 or num_hosts == 200
+    assert waited_s <= 4 * handshake.TURN_S, "one turn for each 64 that wait"
+    assert rooms_granted(core.welcome(core.compiled(answer(core, HERE, PREFILL)))) == [900]
+
+
+def test_addresses_at_one_host_leave_half_of_the_places_to_others(
+    core: DecodeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each lookup takes a socket, and frees its place once it is answered or no room waits for it."""
-    monkeypatch.setattr(instances, "MAX_LOOKUPS", 1)
-    connect(core, HERE, PREFILL)
-    first, second, third = (ev.InstanceAddress(f"tcp://10.0.0.{number}:7000", name) for number in (1, 2, 3))
-    stale = peer("prefill", 0, 99)
-    assert failures(core(request(2, room=2, instance=first, issuer=stale))) == []
-    assert failures(core(request(3, room=3, instance=second, issuer=stale))) == [(3, FailureReason.CAPACITY)]
-    assert failures(core(request(4, room=4, instance="by its name"))) == []
-    core(ev.ReceiveAborted(2, ABORTED))
-    assert failures(core(request(5, room=5, instance=second, issuer=stale))) == []
-    assert failures(answer(core, second, PREFILL)) == [(5, FailureReason.STALE_TICKET)]
-    assert failures(core(request(6, room=6, instance=third, issuer=stale))) == []
+    monkeypatch.setattr(instances, "MAX_REFS", 4)
+    found = [failures(core(request(number, room=number, instance=silent(number, 1)))) for number in (1, 2, 3)]
+    assert found == [[], [], [(3, FailureReason.CAPACITY)]]
+    assert failures(core(request(4, room=4, instance=HERE))) == []
 
 
 def test_the_number_of_references_to_an_instance_is_bounded(

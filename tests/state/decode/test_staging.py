@@ -257,10 +257,12 @@ def test_digests_are_not_compared_while_anything_is_scattered() -> None:
 
 
 def shake_hands(core: DecodeDriver, *others: PeerId) -> tuple[list[DecodeEffect], list[Hello]]:
-    """Send hellos to an instance; return the effects and the hellos."""
+    """Start a handshake with an instance; return the effects, and the Hellos to all of its ranks."""
     core.core.instances.reconnect(others[0].rank.instance, core.now)
     effects = core.compiled(core.found(*others))
-    return effects, [hello for _, hello in messages(effects, Hello) if isinstance(hello, Hello)]
+    instance = core.core.instances._instances.named(others[0].rank.instance)
+    assert instance is not None
+    return effects, list(instance.hellos.values())
 
 
 def test_each_rank_has_a_window_of_its_own_and_keeps_it() -> None:
