@@ -536,6 +536,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             staging=windows,
             proofs=config.proofs,
             agent=backend.shared_agent,
+            registry=config.registry or "",
             allowed_hosts=tuple(config.allowed_hosts),
         )
         self._directories = Directories(

@@ -15,21 +15,28 @@ __all__ = [
     "ControlChannel",
     "Listener",
     "OnKindRefused",
+    "OnObstacle",
     "OnRefused",
     "Ports",
     "RunInThread",
     "ignore_kind_refused",
+    "ignore_obstacle",
     "ignore_refusal",
 ]
 
 Result = TypeVar("Result")
 
 OnRefused = Callable[[str], None]
+OnObstacle = Callable[[str, bool], None]
 OnKindRefused = Callable[[str, str], None]
 
 
 def ignore_refusal(_detail: str) -> None:
     """Do nothing about a refusal."""
+
+
+def ignore_obstacle(_detail: str, _is_short: bool) -> None:
+    """Do nothing about an obstacle."""
 
 
 def ignore_kind_refused(_kind: str, _detail: str) -> None:
@@ -141,6 +148,7 @@ class ControlChannel(Protocol):
         *,
         keys: ClientKeys | None = None,
         on_refused: OnRefused = ignore_refusal,
+        on_obstacle: OnObstacle = ignore_obstacle,
     ) -> Connection:
         """Connect to a listener.
 
@@ -150,6 +158,8 @@ class ControlChannel(Protocol):
             on_lost: Called whenever an established connection breaks.
             keys: Keys to use; None for a plain connection.
             on_refused: Called with the reason if either end rejects the other. The connection is retried.
+            on_obstacle: Called with the reason why there is no connection, whenever another one is found out, and with
+                an empty text once there is one; and with whether this process lacks a resource for it.
 
         Raises:
             ConfigError: The address is malformed or names no host.

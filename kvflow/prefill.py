@@ -241,6 +241,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         )
 
     @override
+    def _listens_at(self) -> str:
+        return self.endpoint
+
+    @override
     async def _own_host(self) -> str:
         bind, advertise = self.config.bind, self.config.advertise
         return advertise.strip("[]") if advertise else host_of(bind)

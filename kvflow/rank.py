@@ -37,6 +37,7 @@ from kvflow.errors import (
     RankBroken,
     RankDraining,
     Stage,
+    shorten,
 )
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, PageTable
@@ -187,6 +188,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._ports.control.reserve()
             if (host := await self._own_host()) is not None:
                 self._backend.advertise(host)
+            self._host = host
             await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
             if isinstance(self._backend, RankEndpoint):
@@ -204,7 +206,18 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._is_open = True
         if self.config.trust is not None and self.config.trust.is_plain:
             self._log.warning("plain_transport")
-        self._log.info("rank_opened", incarnation=f"{self.me.incarnation:016x}", backend=self._backend.name)
+        values = {
+            "incarnation": f"{self.me.incarnation:016x}",
+            "backend": self._backend.name,
+            "paths": self._backend.paths,
+            "advertise": self._host,
+            "endpoint": self._listens_at(),
+            "registry": self.config.registry,
+            "num_ranks": self.config.num_ranks,
+            "layout": self.layout.summary,
+            "fingerprint": shorten(self.layout.fingerprint),
+        }
+        self._log.info("rank_opened", **{name: value for name, value in values.items() if value})
         return self
 
     async def __aexit__(
@@ -660,6 +673,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @abc.abstractmethod
     def _take_backend_event(self, event: BackendEvent) -> None:
         """Handle an event from the transport."""
+
+    def _listens_at(self) -> str:
+        """Return the address at which others connect to this rank; empty if it only connects to others."""
+        return ""
 
     @abc.abstractmethod
     async def _own_host(self) -> str | None:

@@ -168,6 +168,11 @@ class Backend(abc.ABC):
         """Name by which peers connect to this endpoint if several ranks share it; None if it is the `agent_name`."""
         return None
 
+    @property
+    def paths(self) -> str:
+        """The paths that writes may take to peers, for the log; empty if there is nothing to choose."""
+        return ""
+
     def is_shared_with(self, agent_name: str) -> bool:
         """Return whether the rank that passed this name to `open` shares this endpoint, and thus its memory."""
         return False

@@ -253,6 +253,11 @@ class RankEndpoint(Backend):
     def shared_agent(self) -> str | None:
         return self._shared.agent
 
+    @property
+    @override
+    def paths(self) -> str:
+        return self._shared.inner.paths
+
     @override
     def is_shared_with(self, agent_name: str) -> bool:
         return agent_name in self._shared.names

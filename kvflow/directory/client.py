@@ -7,7 +7,7 @@ from typing import Final
 
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import BoundLogger
-from kvflow.ports import OnRefused, ignore_refusal
+from kvflow.ports import OnObstacle, ignore_obstacle
 from kvflow.state.rate_limiter import RateLimiter
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import Reader, encode
@@ -31,6 +31,8 @@ LEASE_S: Final = 9.0
 """How long the registry keeps a record without a renewal."""
 
 RENEWALS_PER_LEASE: Final = 3
+
+CONNECTED: Final = "it is connected, but does not answer"
 
 LOOKUP_S: Final = 0.8
 """How long the registry may wait for an instance to be complete before it answers with the ranks known."""
@@ -57,7 +59,8 @@ class RegistryClient:
         on_records: Called with the instance's name, its records by engine rank, and the lookup's number, whenever the
             registry sends Records. If None, Records are rejected.
         keys: Keys to use, and those of which the registry must have one; None for a plain connection.
-        on_refused: Called with the reason if either end rejects the other.
+        on_obstacle: Called with the reason why there is no answer, as far as known, and whether this process lacks a
+            resource.
 
     Raises:
         ConfigError: The address is malformed.
@@ -72,7 +75,7 @@ class RegistryClient:
         on_records: OnRecords | None = None,
         *,
         keys: ClientKeys | None = None,
-        on_refused: OnRefused = ignore_refusal,
+        on_obstacle: OnObstacle = ignore_obstacle,
     ) -> None:
         self._endpoint = endpoint
         self._log = log.bind(registry=endpoint)
@@ -80,13 +83,19 @@ class RegistryClient:
         self._on_records = on_records
         self._loop = asyncio.get_running_loop()
         self._registration: _Registration | None = None
-        self._on_refused = on_refused
+        self._on_obstacle = on_obstacle
         self._is_closed = False
+        self._obstacle = ""
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
         self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject)
         self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
         self._connection = context.ports.control.connect(
-            endpoint, self._on_message, self._on_lost, keys=keys, on_refused=self._refused
+            endpoint,
+            self._on_message,
+            self._on_lost,
+            keys=keys,
+            on_refused=self._refused,
+            on_obstacle=self._take_obstacle,
         )
 
     def look_up(self, instance: str | None, number: int = 0) -> None:
@@ -106,7 +115,7 @@ class RegistryClient:
         """Keep a rank registered until `withdraw`. If the registry is silent, log that and keep trying."""
         if self._registration is not None:
             self._registration.stop()
-        self._registration = _Registration(record, self._send, self._log, self._loop)
+        self._registration = _Registration(record, self._send, self._log, self._loop, lambda: self._obstacle)
         self._registration.renew()
 
     def withdraw(self, peer: PeerId) -> None:
@@ -133,9 +142,14 @@ class RegistryClient:
         with suppress(Unreachable):  # the missing answer is handled as silence
             self._connection.send(encode(message))
 
+    def _take_obstacle(self, detail: str, is_short: bool) -> None:
+        self._obstacle = detail
+        self._on_obstacle(detail or CONNECTED, is_short)
+
     def _refused(self, detail: str) -> None:
+        self._obstacle = detail
         self._count("registry_refused", detail)
-        self._on_refused(detail)
+        self._on_obstacle(detail, False)
 
     def _on_lost(self) -> None:
         """Register immediately, so that a restarted registry has the record as soon as it is back."""
@@ -187,7 +201,9 @@ class _Registration:
         send: Callable[[Message], None],
         log: BoundLogger,
         loop: asyncio.AbstractEventLoop,
+        obstacle: Callable[[], str],
     ) -> None:
+        self._obstacle = obstacle
         self._record = record
         self._send = send
         self._log = log
@@ -207,7 +223,8 @@ class _Registration:
         """Register now and periodically. Log if the previous Register was not answered."""
         if not self._is_answered and not self._is_silent:
             self._is_silent = True
-            self._log.warning("registry_silent", was_registered=self._was_registered)
+            detail = self._obstacle() or CONNECTED
+            self._log.warning("registry_silent", was_registered=self._was_registered, detail=detail)
         self._is_answered = False
         self.send()
         self._timer = self._loop.call_later(LEASE_S / RENEWALS_PER_LEASE, self.renew)

@@ -1,6 +1,7 @@
 """A decode rank's lookups: by name in its registry, or at an address."""
 
 import asyncio
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
@@ -71,7 +72,7 @@ class Directories:
                 context,
                 self._take_named,
                 keys=trust.for_registry(),
-                on_refused=lambda detail: on_refused(None, detail, False),
+                on_obstacle=functools.partial(on_refused, None),
             )
 
     def __len__(self) -> int:
@@ -122,7 +123,7 @@ class Directories:
                 self._context,
                 take,
                 keys=self._trust.for_address(instance.name),
-                on_refused=lambda detail: self._on_refused(instance, detail, False),
+                on_obstacle=functools.partial(self._on_refused, instance),
             )
         self._at[instance] = (client, now)
         self._at.move_to_end(instance)

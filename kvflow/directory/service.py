@@ -1,5 +1,6 @@
 """Answers Register and Lookup messages, over the socket of a registry or of a prefill rank."""
 
+import logging
 from collections.abc import Callable
 from typing import Final, get_args
 
@@ -83,6 +84,7 @@ class DirectoryService:
         self.table = RegistryTable()
         if self._own is not None:
             self.table.hold(self._own)
+            self.table.changes.clear()
         self._alarm = Alarm(self.table.timers.next, self._expire, now)
 
     @property
@@ -121,6 +123,7 @@ class DirectoryService:
                 self.table.unregister(peer)
             case Lookup():
                 self._look_up(connection, message, now, principal)
+        self._log_changes("unregistered")
         self._alarm.check()
 
     def _look_up(self, connection: bytes, lookup: Lookup, now: float, principal: str | None) -> None:
@@ -138,6 +141,7 @@ class DirectoryService:
         """Remove the hosting rank, so that lookups no longer return it."""
         if self._own is not None:
             self.table.let_go(self._own.peer)
+            self.table.changes.clear()
 
     def close(self) -> None:
         """Stop expiring leases and lookups. May be called twice."""
@@ -193,6 +197,19 @@ class DirectoryService:
 
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))
+        self._log_changes("lease expired")
+
+    def _log_changes(self, why_gone: str) -> None:
+        """Log who has registered, left or been replaced."""
+        changes, self.table.changes = self.table.changes, []
+        for before, after, endpoint in changes:
+            values = {"peer": str(after or before), "endpoint": endpoint}
+            if after is None:
+                self._anomalies.log(logging.INFO, "rank_left", {**values, "detail": why_gone})
+            elif before is None:
+                self._anomalies.log(logging.INFO, "rank_registered", values)
+            else:
+                self._anomalies.log(logging.INFO, "rank_replaced", {**values, "before": str(before)})
 
     def _send_all(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -10,6 +10,7 @@ registry may learn that only later, so registering once more is not enough to ge
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvflow.state.fair_shares import FairShares
 from kvflow.state.timers import Timers
@@ -23,7 +24,7 @@ from kvflow.wire.messages import (
     SealedRecords,
 )
 
-__all__ = ["Answer", "RegistryTable", "is_complete"]
+__all__ = ["Answer", "Change", "RegistryTable", "is_complete"]
 
 MAX_RANKS = 65_536
 """Maximum number of ranks. An instance has at most `MAX_RANKS_TOLD`; a principal at most as many as are left for all
@@ -50,6 +51,20 @@ class Answer:
     connection: bytes
     message: Message
     then: "Answer | None" = None
+
+
+class Change(NamedTuple):
+    """A rank has registered, has left, or has been replaced by another incarnation.
+
+    Attributes:
+        before: The incarnation that held the place; None if it was free.
+        after: The one that holds it now; None if it is free.
+        endpoint: Address of the latter, or else of the former.
+    """
+
+    before: PeerId | None
+    after: PeerId | None
+    endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +146,13 @@ class RegistryTable:
         timers: When `expire` must be called.
         num_ranks: Number of registered ranks.
         num_waiting: Number of waiting lookups.
+        changes: What has changed; the owner of the table clears it.
     """
 
     def __init__(self) -> None:
         self.timers: Timers[_Lease | _Wait] = Timers()
         self.num_ranks = 0
+        self.changes: list[Change] = []
         self.num_waiting = 0
         self._instances: dict[str, _Instance] = {}
         self._ranks = FairShares(MAX_RANKS)
@@ -194,9 +211,11 @@ class RegistryTable:
         if place is None:
             self._add(instance, claim)
         else:
+            holder = place.holder.peer
             self._weigh(place, -1)
             self._claim(place, claim)
             self._weigh(place, 1)
+            self._note_holder(holder, place)
             if place.refused is not None and place.refused is not claim:
                 answers.append(_conflict(place.holder, place.refused))
         return answers + self._answer_if_complete(peer.rank.instance, instance)
@@ -278,6 +297,7 @@ class RegistryTable:
     def _add(self, instance: _Instance, claim: _Claim) -> None:
         """Create a place for its first claim."""
         place = instance.places[claim.peer.rank.engine_rank] = _Place(claim, claim.taker)
+        self.changes.append(Change(None, claim.peer, claim.record.endpoint))
         self.num_ranks += 1
         self._ranks.add(place.taker, 1)
         self._weigh(place, 1)
@@ -304,6 +324,10 @@ class RegistryTable:
             self._drop_lease(place.replaced)
             place.holder, place.replaced, place.was_heard_again = claim, place.holder, False
 
+    def _note_holder(self, before: PeerId, place: _Place) -> None:
+        if place.holder.peer != before:
+            self.changes.append(Change(before, place.holder.peer, place.holder.record.endpoint))
+
     def _drop_lease(self, claim: _Claim | None) -> None:
         if claim is not None:
             self.timers.clear(_Lease(claim.peer))
@@ -319,7 +343,9 @@ class RegistryTable:
             place.refused = None
         elif place.refused is not None:
             place.holder, place.refused = place.refused, None
+            self._note_holder(peer, place)
         else:
+            self.changes.append(Change(peer, None, place.holder.record.endpoint))
             self._drop_lease(place.replaced)
             del instance.places[peer.rank.engine_rank]
             self.num_ranks -= 1

@@ -324,6 +324,17 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         """Page size in tokens."""
         return self.regions[0].tokens_per_slot
 
+    @property
+    def summary(self) -> str:
+        """What the component holds, in one line for the log."""
+        tensors = dict.fromkeys(f"{region.tensor} {region.dtype}" for region in self.regions)
+        layers = [region.layer for region in self.regions]
+        heads = dict.fromkeys(f"{first}-{stop - 1}" for first, stop in (region.heads for region in self.regions))
+        return (
+            f"{self.name}: {', '.join(tensors)}, layers {min(layers)}-{max(layers)}, heads {', '.join(heads)}, "
+            f"{self.slots} pages of {self.tokens_per_slot} tokens and {self.page_bytes} bytes"
+        )
+
     @cached_property
     def page_bytes(self) -> int:
         """Bytes of the cells that one page holds, over all regions."""
@@ -446,6 +457,11 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             for component in self.components
             for region in component.regions
         }
+
+    @property
+    def summary(self) -> str:
+        """What the layout holds, in one line for the log."""
+        return "; ".join(component.summary for component in self.components)
 
     def held_regions(self) -> dict[RegionKey, HeldRegion]:
         """Return every region by its key, together with its component's kind and shard."""

@@ -159,6 +159,17 @@ def check_cells_match(key: RegionKey, src: HeldRegion, dst: HeldRegion) -> None:
     Raises:
         RouteError: The cells differ; the error names the region, the field and both values.
     """
+    opaque = [side.region for side in (src, dst) if side.region.tokens_per_cell == side.region.tokens_per_slot]
+    if len(opaque) == 2 and src.region.head_bytes != dst.region.head_bytes:  # a page is one cell
+        sizes = [region.tokens_per_slot for region in opaque]
+        if sizes[0] != sizes[1]:
+            raise RouteError(
+                "pages are copied as a whole, so their sizes must be equal",
+                **key._asdict(),
+                field="page_size",
+                prefill=sizes[0],
+                decode=sizes[1],
+            )
     fields = ["dtype", "head_bytes", "tokens_per_cell", *(["tokens_per_slot"] if dst.kind == "slot" else [])]
     differing = [(field, getattr(src.region, field), getattr(dst.region, field)) for field in fields]
     for field, prefill, decode in [("kind", src.kind, dst.kind), *differing]:

@@ -54,6 +54,7 @@ STAGES: Final[dict[type, Stage]] = {
     ev.RoutesCompiled: Stage.BOOTSTRAP,
     ev.ConnectFailed: Stage.BOOTSTRAP,
     ev.ConnectionLost: Stage.BOOTSTRAP,
+    ev.ConnectionObstructed: Stage.BOOTSTRAP,
     ev.ConnectionRefused: Stage.BOOTSTRAP,
     ev.LookUpRefused: Stage.BOOTSTRAP,
     ev.PeerRevoked: Stage.BOOTSTRAP,

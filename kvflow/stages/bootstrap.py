@@ -243,6 +243,7 @@ class PeerConnections:
                 functools.partial(dispatch, ev.ConnectionLost(peer)),
                 keys=self._trust.for_instance(peer.rank.instance),
                 on_refused=lambda detail: dispatch(ev.ConnectionRefused(peer, detail)),
+                on_obstacle=lambda *found: dispatch(ev.ConnectionObstructed(peer, *found)),
             )
         except (ConfigError, Shortage) as error:
             is_short = isinstance(error, Shortage)

@@ -481,6 +481,18 @@ class ConnectFailed(msgspec.Struct, frozen=True):
     is_short: bool = False
 
 
+class ConnectionObstructed(msgspec.Struct, frozen=True):
+    """The reason why there is no connection to a prefill rank is known; empty once there is one.
+
+    Attributes:
+        is_short: This process lacks a resource for it.
+    """
+
+    peer: PeerId
+    detail: str
+    is_short: bool = False
+
+
 class ConnectionRefused(msgspec.Struct, frozen=True):
     """A prefill rank rejected this rank's key, or the reverse. The shell keeps retrying."""
 
@@ -634,6 +646,7 @@ DecodeEvent = (
     | RoutesCompiled
     | ConnectFailed
     | ConnectionLost
+    | ConnectionObstructed
     | ConnectionRefused
     | LookUpRefused
     | MessageReceived

@@ -123,7 +123,15 @@ class Quarantine:
             CapacityExceeded: Too much memory is in quarantine.
         """
         pages, num_bytes = self.total
-        if pages >= self._limits.quarantined_pages or num_bytes >= self._limits.quarantined_bytes:
-            raise CapacityExceeded(
-                "too much memory is in quarantine", transfers=len(self), pages=pages, num_bytes=num_bytes
-            )
+        limits = self._limits
+        for name, found in (("quarantined_pages", pages), ("quarantined_bytes", num_bytes)):
+            limit = getattr(limits, name)
+            if found >= limit:
+                raise CapacityExceeded(
+                    "too much memory is in quarantine",
+                    transfers=len(self),
+                    pages=pages,
+                    num_bytes=num_bytes,
+                    limit=limit,
+                    setting=f"limits.{name}",
+                )

@@ -84,6 +84,7 @@ class DecodeSettings(msgspec.Struct, frozen=True):
         staging: Staging memory for the windows of prefill ranks; None to receive no packed pieces.
         proofs: What proves that a prefill process can write nothing more.
         agent: Name of the transport's agent, if this rank shares it.
+        registry: Address of the registry, for messages; empty if there is none.
         allowed_hosts: Hosts that this rank may connect to; empty for any.
     """
 
@@ -96,4 +97,5 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     staging: WindowSettings | None = None
     proofs: Proofs = Proofs()
     agent: str | None = None
+    registry: str = ""
     allowed_hosts: tuple[str, ...] = ()

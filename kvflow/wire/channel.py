@@ -26,7 +26,7 @@ import zmq
 
 from kvflow.config import check_bind, join_address, split_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
-from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
+from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
 from kvflow.wire.backlog import Backlog
@@ -96,6 +96,7 @@ class ZmqControl:
         *,
         keys: ClientKeys | None = None,
         on_refused: OnRefused = ignore_refusal,
+        on_obstacle: OnObstacle = ignore_obstacle,
     ) -> "ZmqConnection":
         """Connect to a listener.
 
@@ -103,7 +104,7 @@ class ZmqControl:
             ConfigError: The address is malformed.
             Shortage: This process has no descriptors left.
         """
-        return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused)
+        return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused, on_obstacle)
 
     async def host_towards(self, endpoint: str) -> str | None:
         """Return this host's address on the route to an endpoint, or None. Sends nothing."""

@@ -19,11 +19,12 @@ import zmq
 
 from kvflow.config import split_address
 from kvflow.errors import ConfigError, Shortage, Unreachable
-from kvflow.ports import OnRefused
+from kvflow.ports import OnObstacle, OnRefused
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
 from kvflow.wire.backlog import Backlog
 from kvflow.wire.curve import be_client
+from kvflow.wire.diagnosis import Diagnosis, diagnose
 from kvflow.wire.intake import MAX_WAITING_BYTES, Intake
 from kvflow.wire.routes import introduce, new_name
 from kvflow.wire.sockets import (
@@ -57,6 +58,10 @@ PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 DESCRIPTORS: Final = 5
 """Descriptors of a connection: two for each attempt's sockets, one for its monitor, and one to look at it.
 """
+
+DIAGNOSE_AFTER_S: Final = 0.4
+DIAGNOSE_AGAIN_S: Final = 5.0
+"""When to find out why there is no connection: soon after the first attempt, then periodically."""
 
 TRIES_OF_A_KEY: Final = 2
 MAX_KEYS_SHOWN: Final = 4
@@ -214,6 +219,8 @@ class ZmqConnection:
         on_lost: Called whenever an established connection breaks.
         keys: Keys to use; None for a plain connection.
         on_refused: Called with the reason if either end rejects the other.
+        on_obstacle: Called with the reason why there is no connection; empty once there is one. And with whether this
+            process lacks a resource for it.
 
     Raises:
         ConfigError: The address is malformed.
@@ -227,6 +234,7 @@ class ZmqConnection:
         on_lost: Callable[[], None],
         keys: ClientKeys | None,
         on_refused: OnRefused,
+        on_obstacle: OnObstacle,
     ) -> None:
         self._host, _ = split_address("endpoint", endpoint)
         self._endpoint = endpoint
@@ -242,11 +250,17 @@ class ZmqConnection:
         self._early_bytes = 0
         self._resolving: asyncio.Future[set[int]] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._on_obstacle = on_obstacle
+        self._obstacle = ""
+        self._diagnosing: asyncio.Task[None] | None = None
+        self._diagnosis_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
+        self._diagnose_later(DIAGNOSE_AFTER_S)
         try:
             self._begin()
         except zmq.ZMQError as error:
+            self._stop_diagnosing()
             check_shortage(error.errno)
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
 
@@ -283,12 +297,15 @@ class ZmqConnection:
     def close(self) -> None:
         """Close the connection."""
         self._is_closed = True
+        self._stop_diagnosing()
         self._hang_up()
 
     # Callbacks of the line -------------------------------------------------------------------------------------------
 
     def _made(self) -> None:
         self._num_misfits = 0
+        self._stop_diagnosing()
+        self._tell_obstacle(Diagnosis(""))
         early, self._early, self._early_bytes = self._early, [], 0
         for payload in early:
             self.send(payload)
@@ -298,20 +315,53 @@ class ZmqConnection:
             own = "" if self._keys is None else short(self._keys.trust.public)
             self._refuse(f"key {own} of this process is not listed in `peers` there")
         elif failure is _Failure.MISFIT:
-            is_plain = self._keys is None
-            self._refuse(
-                "it requires a key, and this process has none" if is_plain else "it has no keys, but this process does"
-            )
+            self._redial_later(RECONNECT_MAX_MS)
+            self._diagnose_later(0.0)
         elif failure is _Failure.HUNG_UP and self._keys is not None:
             self._try_next_key(self._keys)
 
     def _broken(self) -> None:
         self._hang_up()
+        self._diagnose_later(DIAGNOSE_AFTER_S)
         self._redial_later(RECONNECT_MS)
         self._on_lost()
 
     def _tell_of_cut(self, why: str) -> None:
         self._on_refused(f"connection was dropped: {why}")
+
+    # Obstacles -------------------------------------------------------------------------------------------------------
+
+    def _diagnose_later(self, delay_s: float) -> None:
+        if self._diagnosis_timer is not None:
+            self._diagnosis_timer.cancel()
+        self._diagnosis_timer = self._loop.call_later(delay_s, self._start_diagnosing)
+
+    def _start_diagnosing(self) -> None:
+        self._diagnose_later(DIAGNOSE_AGAIN_S)
+        if self._diagnosing is None and (self._keys is None or self._keys.servers):
+            self._diagnosing = self._loop.create_task(self._diagnose())
+
+    async def _diagnose(self) -> None:
+        found = await diagnose(self._endpoint, is_encrypted=self._keys is not None)
+        self._diagnosing = None
+        if self._line is not None and self._line.is_made:
+            return
+        if found.is_refusal:
+            self._on_refused(found.detail)
+        else:
+            self._tell_obstacle(found)
+
+    def _stop_diagnosing(self) -> None:
+        if self._diagnosis_timer is not None:
+            self._diagnosis_timer.cancel()
+        if self._diagnosing is not None:
+            self._diagnosing.cancel()
+            self._diagnosing = None
+
+    def _tell_obstacle(self, found: Diagnosis) -> None:
+        if found.detail != self._obstacle:
+            self._obstacle = found.detail
+            self._on_obstacle(found.detail, found.is_short)
 
     # Attempts --------------------------------------------------------------------------------------------------------
 

@@ -194,7 +194,9 @@ async def test_registry_that_was_never_there_is_logged_as_such(quick: None) -> N
         await until(lambda: lines.named("registry_silent"))
         async with Registry(endpoint):
             await until(lambda: lines.named("registered"))
-    assert lines.named("registry_silent")[0]["was_registered"] is False
+    (silent,) = lines.named("registry_silent")
+    assert silent["was_registered"] is False
+    assert "connection refused" in str(silent["detail"])
     assert not lines.named("registry_back")
 
 
@@ -292,7 +294,16 @@ async def test_restart_is_no_conflict(quick: None) -> None:
             with client_of(registry.endpoint, record(incarnation=2)) as seeker:
                 while await seeker.look_up() != (record(incarnation=2),):
                     pass
+                seeker.client.withdraw(record(incarnation=2).peer)
+                await until(lambda: lines.named("rank_left"))
     assert not lines.named("registration_conflict")
+    told = [(line["event"], line["peer"], line["endpoint"]) for line in lines.objects() if "endpoint" in line]
+    first, second = (record(incarnation=number) for number in (1, 2))
+    assert told == [
+        ("rank_registered", str(first.peer), first.endpoint),
+        ("rank_replaced", str(second.peer), second.endpoint),
+        ("rank_left", str(second.peer), second.endpoint),
+    ]
 
 
 GARBAGE = [

@@ -87,6 +87,17 @@ def test_opaque_items_of_other_lengths_are_refused_at_the_handshake() -> None:
     assert error.value.values["field"] == "head_bytes"
 
 
+def test_opaque_items_of_other_page_sizes_are_refused_by_the_name_of_the_setting() -> None:
+    def layout(page_size: int) -> Component:
+        lists = BufferLists([4096], [3 * 8 * page_size], [8 * page_size])
+        return Component("kv", regions_from_pointers(lists, [OpaqueItem("index")], page_size=page_size, layers=[0]))
+
+    prefill, decode = (layout_from_pointers([layout(size)], "m", buffers=[]) for size in (4, 8))
+    with pytest.raises(RouteError, match="copied as a whole") as error:
+        compile_routes({0: prefill}, decode, decode_rank=0)
+    assert error.value.values.items() >= {"field": "page_size", "prefill": 4, "decode": 8}.items()
+
+
 @pytest.mark.parametrize(("items", "page_size", "item_tokens"), [(3, 4, 1), (3, 4, 2)])
 def test_an_opaque_item_is_a_page(items: int, page_size: int, item_tokens: int) -> None:
     lists = BufferLists([4096], [20 * items], [20])

@@ -138,3 +138,24 @@ async def test_rejected_message_is_counted_and_logged_with_its_stage() -> None:
     (line,) = lines.named("message_rejected")
     assert (line["instance"], line["engine_rank"], line["stage"], line["count"]) == ("prefill", 0, "bootstrap", 1)
     assert not line.keys() & {"peer", "room"}
+
+
+@pytest.mark.anyio
+async def test_a_rank_says_where_it_is_for_whom_and_with_what() -> None:
+    with printed("json", logging.INFO) as lines:
+        async with deploy() as deployment:
+            prefill, registry = deployment.prefill[0], deployment.registry.endpoint
+    opened = {line["instance"]: line for line in lines.named("rank_opened")}
+    assert (
+        opened["prefill"].items()
+        >= {
+            "engine_rank": 0,
+            "backend": "memory",
+            "endpoint": prefill.endpoint,
+            "advertise": "127.0.0.1",
+            "registry": registry,
+        }.items()
+    )
+    assert "endpoint" not in opened["decode"]
+    assert opened["decode"]["registry"] == registry
+    assert "64 pages of 4 tokens" in str(opened["decode"]["layout"])

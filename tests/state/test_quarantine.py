@@ -55,10 +55,13 @@ def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int
         if is_full:
             with pytest.raises(CapacityExceeded) as refused:
                 quarantine.check_admission()
+            is_pages = quarantine.total[0] >= pages
             assert refused.value.values == {
                 "transfers": len(held),
                 "pages": quarantine.total[0],
                 "num_bytes": quarantine.total[1],
+                "limit": pages if is_pages else num_bytes,
+                "setting": "limits.quarantined_pages" if is_pages else "limits.quarantined_bytes",
             }
         else:
             quarantine.check_admission()
@@ -88,7 +91,7 @@ def test_a_decode_rank_admits_until_its_quarantine_is_full(decode: DecodeDriver)
     open_and_quarantine(decode, 2, 2)
     with pytest.raises(CapacityExceeded, match="quarantine") as refused:
         decode(request(3, room=3))
-    assert refused.value.values == {"transfers": 2, "pages": 2, "num_bytes": 200}
+    assert (refused.value.values["transfers"], refused.value.values["setting"]) == (2, "limits.quarantined_pages")
     assert set(decode.core.rooms.rooms) == {1, 2}, "what is refused leaves nothing behind"
 
 

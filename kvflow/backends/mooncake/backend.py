@@ -160,6 +160,13 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         self._connect_timeout_s = connect_timeout_s
         self._contacts = ContactThreads(CONTACTS_AT_ONCE)
 
+    @property
+    @override
+    def paths(self) -> str:
+        if self._settings.protocol == "tcp":
+            return "TCP"
+        return f"RDMA over {', '.join(self._settings.devices) or 'any device'}"
+
     @override
     def advertise(self, host: str) -> None:
         if not self._is_host_given:

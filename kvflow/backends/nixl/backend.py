@@ -35,7 +35,7 @@ from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
 from kvflow.backends.nixl.arrivals import Arrivals
 from kvflow.backends.nixl.library import ENGINE_CONFIG
-from kvflow.backends.nixl.paths import can_be_seen, may_use_rdma
+from kvflow.backends.nixl.paths import can_be_seen, describe_paths, may_use_rdma
 from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.backends.socket_drain import SocketDrainCheck
@@ -185,6 +185,11 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
     def watch(self, *, active: bool) -> None:
         if self._owner is not None and self._agent is not None:
             self._owner.submit(partial(self._agent.watch, active))
+
+    @property
+    @override
+    def paths(self) -> str:
+        return describe_paths(self._plugin)
 
     @override
     def domain(self) -> bytes:

@@ -189,6 +189,9 @@ class DecodeCore:
                 self.peers.open_failed(event.peer)
                 self.instances.connect_failed(event)
                 return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
+            case ev.ConnectionObstructed():
+                self.instances.obstructed(event)
+                return []
             case ev.ConnectionRefused():
                 return self._connection_refused(event.peer, event.detail, now)
             case ev.LookUpRefused():

@@ -39,6 +39,7 @@ from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
 from kvflow.state.events import (
     ConnectedRank,
     ConnectFailed,
+    ConnectionObstructed,
     InstanceAddress,
     InstanceFound,
     InstanceRef,
@@ -443,6 +444,15 @@ class Instances:
         if instance is not None and event.is_short:
             instance.refusal, instance.is_short = event.detail, True
 
+    def obstructed(self, event: ConnectionObstructed) -> None:
+        """Record why there is no connection to a rank, or that there is one."""
+        instance = self._instances.of(event.peer)
+        if instance is None or event.peer not in instance.peers:
+            return
+        instance.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
+        if event.is_short:
+            instance.refusal, instance.is_short = event.detail, True
+
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
         instance = self._instances.of(peer)
@@ -739,6 +749,7 @@ class Instances:
                 effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
                 effects += self._peers.probe(peer)
         instance.hellos.clear()
+        instance.obstacles.clear()
         instance.undialed.clear()
         instance.hello_pause_s.clear()
         return effects
@@ -754,7 +765,8 @@ class Instances:
         if instance.found is None:
             if isinstance(instance.ref, InstanceAddress):
                 return instance.refusal or "no answer"
-            silence = "the registry does not answer"
+            registry = self._settings.registry
+            silence = f"the registry at {registry} does not answer" if registry else "the registry does not answer"
             return f"{silence}: {instance.refusal}" if instance.refusal else silence
         ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
         if ended:
@@ -772,9 +784,11 @@ class Instances:
             if record.peer in instance.undialed:
                 yield f"{who} has not been asked: too many other ranks do not answer"
             elif record.peer in instance.hellos:
-                yield f"{who} does not answer"
+                obstacle = instance.obstacles.get(record.peer)
+                yield f"{who}: {obstacle}" if obstacle else f"{who} does not answer"
             elif not self._peers.is_connected(record.peer):
-                yield f"{who} has been silent since its connection broke"
+                obstacle = instance.obstacles.get(record.peer)
+                yield f"{who} has been silent since its connection broke" + (f": {obstacle}" if obstacle else "")
 
     def _instance_at(self, ref: InstanceRef) -> Instance:
         instance = self._instances.at(ref)

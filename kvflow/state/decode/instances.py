@@ -65,6 +65,7 @@ class Instance:
         found_by: Reference whose lookup returned `records`.
         began_at: When the handshake with them began.
         hellos: Unanswered Hellos, by rank.
+        obstacles: Why a rank does not answer, as far as known.
         ranks: Its ranks by engine rank, including those that have not answered yet.
         waiting: Rooms that wait for the handshake, or for another directory answer, by generation.
         fails_at: Earliest deadline of the waiting rooms; None if none waits.
@@ -90,6 +91,7 @@ class Instance:
         self.found_by: InstanceRef = ref
         self.began_at = now
         self.hellos: dict[PeerId, Hello] = {}
+        self.obstacles: dict[PeerId, str] = {}
         self.hello_pause_s: dict[PeerId, float] = {}
         self.ranks: dict[int, ConnectedRank] = {}
         self.waiting: dict[int, Waiting] = {}

@@ -109,7 +109,7 @@ class Rooms:
                 "this room is already being received", room=opened.room, generation=self.generations[opened.room]
             )
         if len(self.rooms) >= self._limits.transfers:
-            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers, setting="limits.transfers")
         self._quarantine.check_admission()
         if opened.generation <= self._last_generation:
             raise LocalProtocolError("generation has already been used", generation=opened.generation)

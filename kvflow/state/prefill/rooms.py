@@ -97,11 +97,14 @@ class Rooms:
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
         if len(self.rooms) >= self._limits.transfers:
-            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers)
+            raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers, setting="limits.transfers")
         self._quarantine.check_admission()
         if self._follows_too_many():
             raise CapacityExceeded(
-                "too many ended transfers have writes that may still land at decode ranks", unfenced=len(self.unfenced)
+                "too many ended transfers have writes that may still land at decode ranks",
+                unfenced=len(self.unfenced),
+                limit=self._limits.unfenced,
+                setting="limits.unfenced",
             )
         self._drop_unfenced()
         self._failed.pop(room, None)

@@ -15,7 +15,7 @@ import anyio
 
 from kvflow.config import check_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
-from kvflow.ports import OnKindRefused, OnRefused, ignore_kind_refused, ignore_refusal
+from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
 from kvflow.testing.simulation.loop import Process
 from kvflow.testing.simulation.story import tell_message
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -517,6 +517,7 @@ class SimulatedChannel:
         *,
         keys: ClientKeys | None = None,
         on_refused: OnRefused = ignore_refusal,
+        on_obstacle: OnObstacle = ignore_obstacle,
     ) -> Dialer:
         """Open a connection, as the port specifies."""
         return self._network.connect(self._process, endpoint, on_message, on_lost)

@@ -1,0 +1,103 @@
+"""Finds out why no connection to a listener is made, by connecting to it once more and reading its ZMTP greeting.
+
+libzmq says that an attempt has failed, but not why: its events have no error number, and it treats a program that
+speaks something else like one with other keys.
+"""
+
+import asyncio
+from typing import Final, NamedTuple
+
+from kvflow.config import split_address
+from kvflow.errors import Shortage
+from kvflow.resources import check_shortage
+
+__all__ = ["Diagnosis", "diagnose"]
+
+CONNECT_S: Final = 1.0
+"""How long a host may take to answer, as for libzmq (`wire/sockets`)."""
+
+GREETING_S: Final = 1.0
+MAX_SHOWN: Final = 24
+
+SIGNATURE_BYTES: Final = 10
+GREETING_BYTES: Final = 64
+MECHANISM: Final = slice(12, 32)
+OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+"""The first part of a greeting (RFC 37), which libzmq answers with its whole. It answers a mechanism that it does not
+like with nothing."""
+
+NULL: Final = b"NULL"
+CURVE: Final = b"CURVE"
+
+
+class Diagnosis(NamedTuple):
+    """Why there is no connection.
+
+    Attributes:
+        detail: The cause.
+        is_refusal: Whether one end requires a key that the other does not have.
+        is_short: Whether this process lacks a resource.
+    """
+
+    detail: str
+    is_refusal: bool = False
+    is_short: bool = False
+
+
+async def diagnose(endpoint: str, *, is_encrypted: bool) -> Diagnosis:
+    """Return why a connection to a listener is not made.
+
+    Args:
+        endpoint: "tcp://host:port".
+        is_encrypted: Whether this process uses keys.
+    """
+    host, port = split_address("endpoint", endpoint)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+    except TimeoutError:
+        return Diagnosis(f"no answer to a TCP connection within {CONNECT_S:g} s: the host is down, or drops it")
+    except ConnectionRefusedError:
+        return Diagnosis("connection refused: no process listens there")
+    except (OSError, UnicodeError) as error:
+        shortage = _shortage(error)
+        return Diagnosis(shortage or f"no TCP connection: {error}", is_short=bool(shortage))
+    try:
+        writer.write(OPENING)
+        return _judge(await _read(reader), is_encrypted=is_encrypted)
+    finally:
+        writer.transport.abort()
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Return the greeting, or what has arrived of it in time."""
+    got = b""
+    try:
+        async with asyncio.timeout(GREETING_S):
+            while len(got) < GREETING_BYTES and (data := await reader.read(GREETING_BYTES - len(got))):
+                got += data
+    except (TimeoutError, OSError):
+        pass
+    return got
+
+
+def _judge(got: bytes, *, is_encrypted: bool) -> Diagnosis:
+    if not got:
+        return Diagnosis("it accepts TCP connections, but says nothing: another program, or a process that is stopped")
+    if got[0] != 0xFF or len(got) < SIGNATURE_BYTES or not got[SIGNATURE_BYTES - 1] & 1:
+        return Diagnosis(f"it is another program, which does not speak ZMTP: it answers {got[:MAX_SHOWN]!r}")
+    mechanism = got[MECHANISM].rstrip(b"\0")
+    if mechanism == CURVE and not is_encrypted:
+        return Diagnosis("it requires a key, and this process has none", is_refusal=True)
+    if mechanism == NULL and is_encrypted:
+        return Diagnosis("it has no keys, but this process does", is_refusal=True)
+    return Diagnosis("it speaks ZMTP, but does not complete the handshake in time")
+
+
+def _shortage(error: Exception) -> str:
+    """Return what this process lacks, if that is the cause of an error; else an empty text."""
+    try:
+        check_shortage(getattr(error, "errno", None))
+    except Shortage as shortage:
+        return str(shortage)
+    return ""
