@@ -85,7 +85,7 @@ class RegistryClient:
         self._registration: _Registration | None = None
         self._on_obstacle = on_obstacle
         self._is_closed = False
-        self._obstacle = ""
+        self._obstacle: str | None = None
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
         self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject)
         self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
@@ -201,7 +201,7 @@ class _Registration:
         send: Callable[[Message], None],
         log: BoundLogger,
         loop: asyncio.AbstractEventLoop,
-        obstacle: Callable[[], str],
+        obstacle: Callable[[], str | None],
     ) -> None:
         self._obstacle = obstacle
         self._record = record
@@ -223,7 +223,8 @@ class _Registration:
         """Register now and periodically. Log if the previous Register was not answered."""
         if not self._is_answered and not self._is_silent:
             self._is_silent = True
-            detail = self._obstacle() or CONNECTED
+            obstacle = self._obstacle()
+            detail = "no answer" if obstacle is None else obstacle or CONNECTED
             self._log.warning("registry_silent", was_registered=self._was_registered, detail=detail)
         self._is_answered = False
         self.send()

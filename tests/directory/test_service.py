@@ -12,6 +12,7 @@ from kvflow.directory import Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.trust import Trust
+from kvflow.wire import dialer
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
 from tests.directory.records import record
@@ -188,7 +189,8 @@ async def test_silence_and_return_of_the_registry_are_logged_once_each(quick: No
     assert lines.named("registered")[0]["registry"] == first.endpoint
 
 
-async def test_registry_that_was_never_there_is_logged_as_such(quick: None) -> None:
+async def test_registry_that_was_never_there_is_logged_as_such(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialer, "DIAGNOSE_AFTER_S", 0.0)
     endpoint = unused()
     with printed() as lines, client_of(endpoint, record()):
         await until(lambda: lines.named("registry_silent"))
