@@ -190,8 +190,7 @@ class DecodeCore:
                 self.instances.connect_failed(event)
                 return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
             case ev.ConnectionObstructed():
-                self.instances.obstructed(event)
-                return []
+                return self.instances.obstructed(event)
             case ev.ConnectionRefused():
                 return self._connection_refused(event.peer, event.detail, now)
             case ev.LookUpRefused():

@@ -1,9 +1,7 @@
 """The handshake with prefill instances: from a reference to connected ranks, and again when a rank is lost. Pure.
 
-The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello. The
-address comes from a request, and the answer from whoever is there, so neither is trusted: the core connects to the
-first rank, and to the others once it has answered. Hosts and instances have shares of the lookups and connections whose
-other end has not answered yet, and those that do not answer take turns.
+The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello
+(`dialing`). The address may come from a client, so lookups that are not answered take turns, and hosts have shares.
 
 Rooms wait for the handshake for `handshake_s` at most, then fail. Later rooms fail at once, but the handshake continues
 as long as rooms request the instance: the control channel, not the outcome of a room, shows whether the instance is
@@ -27,10 +25,10 @@ from collections.abc import Hashable, Iterator
 
 import msgspec
 
-from kvflow.config import split_address
 from kvflow.errors import FailureReason, Stage
 from kvflow.gate import host_denial
 from kvflow.room import RoomId
+from kvflow.state.decode.dialing import TURN_S, Dialing, HelloUnanswered
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
@@ -75,17 +73,8 @@ OTHER_ANSWER_S = 0.5
 REFUSED_PAUSE_S = 2.0
 """Pause after a refusal, in seconds: its cause is unlikely to go away soon."""
 
-MAX_HELLO_PAUSE_S = 1.0
-"""Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
-
 MAX_LOOKUPS = 64
 """Maximum number of unanswered lookups at addresses: each takes a socket, and any request may name a new one."""
-
-MAX_DIALS = 64
-"""Maximum number of ranks that have been connected to, and have never answered."""
-
-TURN_S = 1.0
-"""How long an attempt that is not answered keeps its place when places are short, in seconds."""
 
 UNWANTED_S = 30.0
 """How long an unreachable instance is looked up after a room last requested it, in seconds."""
@@ -112,12 +101,6 @@ class HandshakeDeadline(msgspec.Struct, frozen=True):
     instance: int
 
 
-class HelloUnanswered(msgspec.Struct, frozen=True):
-    """Timer: a rank has not answered its Hello, which must be retransmitted."""
-
-    peer: PeerId
-
-
 class DeclineUnanswered(msgspec.Struct, frozen=True):
     """Timer: a rank of an instance has not answered a decline, which must be retransmitted."""
 
@@ -140,7 +123,7 @@ class Instances:
         self._number = 0
         self._attempts = itertools.count()
         self._lookups = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
-        self._dials = Turns[PeerId](MAX_DIALS, TURN_S)
+        self._dialing = Dialing(settings.timeouts, self._instances, peers, rooms, timers)
 
     # Requests from rooms ---------------------------------------------------------------------------------------------
 
@@ -230,7 +213,7 @@ class Instances:
             self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
         elif not is_announced:
             return []
-        return self._decline(instance, room, declined)
+        return self._decline(instance, room, declined, now)
 
     # Answers from the directory and the compiler ---------------------------------------------------------------------
 
@@ -268,7 +251,7 @@ class Instances:
             return []
         if denial := self._denial(event.records):
             return self._refused(instance, denial, now)
-        effects = self._forget_hellos(instance, now, keep=[record.peer for record in event.records])
+        effects = self._dialing.forget(instance, now, keep=[record.peer for record in event.records])
         instance.records, instance.attempt = event.records, next(self._attempts)
         instance.found_by, instance.began_at = event.instance, now
         instance.apply(InstanceSignal.FOUND)
@@ -368,36 +351,7 @@ class Instances:
                 staging=window,
                 agent=self._settings.agent,
             )
-        known = sorted(instance.records, key=lambda record: record.peer not in self._peers)  # those need no place
-        instance.undialed.update((record.peer, record) for record in known)
-        instance.is_proved = any(self._peers.is_connected(peer) for peer in instance.peers)
-        return [*effects, *self._dial(instance, now)]
-
-    def _dial(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Send Hellos to more ranks: the first one, and the others once one has proved itself and as places permit."""
-        effects: list[DecodeEffect] = []
-        pause_s = min(self._timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
-        while instance.undialed and (instance.is_proved or len(instance.undialed) == len(instance.records)):
-            peer, record = next(iter(instance.undialed.items()))
-            if peer not in self._peers:
-                owners = (split_address("endpoint", record.endpoint)[0], peer.rank.instance)
-                has_place, loser = self._dials.take(peer, owners, now)
-                effects += self._hang_up(loser, now)
-                if not has_place:
-                    break
-            del instance.undialed[peer]
-            effects += [*self._peers.open(peer, record.endpoint), *self._say_hello(instance, peer, now, pause_s)]
-        return effects
-
-    def _hang_up(self, peer: PeerId | None, now: float) -> list[DecodeEffect]:
-        """Close the connection to a rank that does not answer, to try it again later."""
-        if peer is None or not self.is_handshaking(peer):
-            return []
-        instance = self._instance_of(peer)
-        instance.undialed[peer] = next(record for record in instance.records if record.peer == peer)
-        instance.undialed.move_to_end(peer, last=instance.is_proved)
-        self._timers.clear(HelloUnanswered(peer))
-        return self._peers.close_unless_awaited(peer, now, is_awaited=self._rooms.await_proof_of(peer))
+        return [*effects, *self._dialing.start(instance, now)]
 
     # Messages from prefill ranks -------------------------------------------------------------------------------------
 
@@ -406,15 +360,11 @@ class Instances:
         if not self.expects_answer(peer, welcome.attempt):  # replacing another incarnation has restarted the handshake
             return []
         instance = self._instance_of(peer)
-        del instance.hellos[peer]
-        self._timers.clear(HelloUnanswered(peer))
-        self._dials.end(peer)
-        instance.undialed.pop(peer, None)
-        instance.is_proved = True
+        self._dialing.answered(instance, peer)
         is_new = self._peers.handshake_done(peer, now, welcome)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
         effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
-        return [*effects, *(self._dial(instance, now) if instance.hellos else self._connected(instance, now))]
+        return [*effects, *(self._dialing.go_on(instance, now) if instance.hellos else self._connected(instance, now))]
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
         """Handle the refusal of a Hello; ignore it if it answers an earlier one."""
@@ -444,14 +394,14 @@ class Instances:
         if instance is not None and event.is_short:
             instance.refusal, instance.is_short = event.detail, True
 
-    def obstructed(self, event: ConnectionObstructed) -> None:
-        """Record why there is no connection to a rank, or that there is one."""
+    def obstructed(self, event: ConnectionObstructed) -> list[DecodeEffect]:
+        """Record why there is no connection to a rank, or that there is one. Has no effects."""
         instance = self._instances.of(event.peer)
-        if instance is None or event.peer not in instance.peers:
-            return
-        instance.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
-        if event.is_short:
-            instance.refusal, instance.is_short = event.detail, True
+        if instance is not None and event.peer in instance.peers:
+            instance.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
+            if event.is_short:
+                instance.refusal, instance.is_short = event.detail, True
+        return []
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
@@ -471,7 +421,7 @@ class Instances:
         instance = self._instances.of(peer)
         if instance is None or peer not in instance.peers:
             return []
-        effects = self._forget_hellos(instance, now, keep=[other for other in instance.peers if other != peer])
+        effects = self._dialing.forget(instance, now, keep=[other for other in instance.peers if other != peer])
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._look_up(instance, now)]
 
@@ -483,9 +433,10 @@ class Instances:
             return []
         is_first = not declined.answered
         declined.answered[peer] = None
+        self._dialing.end(peer)
         if not all(other in declined.answered for other in instance.peers):
             is_proof = is_first and not self._is_ready(instance)
-            return self._decline(instance, drained.room, declined) if is_proof else []
+            return self._decline(instance, drained.room, declined, now) if is_proof else []
         del instance.declined[drained.room]
         return [] if instance.declined else self._stop_declining(instance, now)
 
@@ -541,11 +492,7 @@ class Instances:
                 instance.fails_at = None
                 return self._fail_waiting(instance, now)
             case HelloUnanswered(peer):
-                instance = self._instance_of(peer)
-                pause_s = min(2 * instance.hello_pause_s[peer], MAX_HELLO_PAUSE_S)
-                record = next(record for record in instance.records if record.peer == peer)
-                opened = self._peers.open(peer, record.endpoint)  # reopened if it failed before
-                return [*opened, *self._say_hello(instance, peer, now, pause_s)]
+                return self._dialing.repeat(self._instance_of(peer), peer, now)
         return []
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -572,10 +519,10 @@ class Instances:
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
         self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return [*self._ask(instance, now), *self._dial(instance, now)]
+        return [*self._ask(instance, now), *self._dialing.go_on(instance, now)]
 
     def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        effects = self._forget_hellos(instance, now, keep=[])
+        effects = self._dialing.forget(instance, now, keep=[])
         self._clear_timers(instance)
         for ref in instance.refs:
             self._lookups.end(ref)
@@ -585,11 +532,6 @@ class Instances:
     def _clear_timers(self, instance: Instance) -> None:
         for timer in (RetryLookup, HandshakeDeadline, DeclineUnanswered):
             self._timers.clear(timer(instance.number))
-
-    def _say_hello(self, instance: Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
-        instance.hello_pause_s[peer] = pause_s
-        self._timers.set(HelloUnanswered(peer), now + pause_s)
-        return self._peers.send(peer, instance.hellos[peer])
 
     def _connected(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Serve the waiting rooms, unless the connection to a rank that has accepted its Hello broke meanwhile."""
@@ -681,10 +623,10 @@ class Instances:
         return [
             effect
             for room, declined in list(instance.declined.items())
-            for effect in self._decline(instance, room, declined)
+            for effect in self._decline(instance, room, declined, now)
         ]
 
-    def _decline(self, instance: Instance, room: RoomId, declined: Declined) -> list[DecodeEffect]:
+    def _decline(self, instance: Instance, room: RoomId, declined: Declined, now: float) -> list[DecodeEffect]:
         if declined.issuer is not None and declined.issuer not in instance.peers:  # the issuer of its ticket is gone
             instance.declined.pop(room, None)
             return []
@@ -699,14 +641,14 @@ class Instances:
             if self._peers.is_connected(record.peer):
                 effects += self._peers.send(record.peer, message)
             elif instance.failure is not None and (is_proved or record is instance.records[0]):
-                effects += self._peers.open(record.peer, record.endpoint)
+                effects += self._dialing.open(record, now)[1]  # without a place, it is told later
                 effects += self._peers.send(
                     record.peer, msgspec.structs.replace(message, peer=self._me, to=record.peer)
                 )
         return effects
 
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
-        effects = self._forget_hellos(instance, now, keep=[])
+        effects = self._dialing.forget(instance, now, keep=[])
         instance.apply(InstanceSignal.REFUSED)
         self._timers.set(RetryLookup(instance.number), now + REFUSED_PAUSE_S)
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
@@ -735,23 +677,6 @@ class Instances:
             name = "handshake_refused" if failure.reason is FailureReason.REFUSED else "instance_unreachable"
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
             effects.append(LogEvent(name, values, is_warning=not waiting))  # each failed room logs its own warning
-        return effects
-
-    def _forget_hellos(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
-        """Abandon unanswered Hellos; disconnect unconnected ranks outside `keep`, and reclaim their unused windows."""
-        effects: list[DecodeEffect] = []
-        for peer in instance.peers:
-            self._dials.end(peer)
-            self._timers.clear(HelloUnanswered(peer))
-            if peer not in keep and peer not in self._peers:
-                self._peers.windows.take_back_unused(peer)
-                is_awaited = self._rooms.await_proof_of(peer)
-                effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
-                effects += self._peers.probe(peer)
-        instance.hellos.clear()
-        instance.obstacles.clear()
-        instance.undialed.clear()
-        instance.hello_pause_s.clear()
         return effects
 
     def _obstacle(self, instance: Instance) -> str:

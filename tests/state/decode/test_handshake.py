@@ -9,7 +9,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state import events as ev
-from kvflow.state.decode import handshake
+from kvflow.state.decode import dialing, handshake
 from kvflow.state.effects import (
     CompileRoutes,
     Connect,
@@ -172,27 +172,39 @@ def test_a_directory_that_names_strangers_leads_to_one_connection(core: DecodeDr
     assert len(of_kind(hellos, Connect)) == 1
     assert of_kind(core.pass_time(HANDSHAKE_S - 1.0), Connect) == []
     effects = accept(core, hello_to(hellos, records_of_strangers[0].peer))
-    assert len(of_kind(effects, Connect)) == handshake.MAX_DIALS // 2, "the share of one host"
+    assert len(of_kind(effects, Connect)) == dialing.MAX_DIALS // 2, "the share of one host"
+
+
+def test_a_decline_leads_to_no_more_connections_than_there_are_places(core: DecodeDriver) -> None:
+    core(request(instance="evil-0"))
+    strangers = lying(0, 200)
+    first, *others = (record.peer for record in strangers)
+    hellos = core.compiled(core(ev.InstanceFound("evil-0", strangers)), silent=others)
+    refused = refuse(core, hello_to(hellos, first))
+    ((_, decline),) = messages(refused, Decline)
+    assert isinstance(decline, Decline)
+    answer = Drained(room=decline.room, generation=decline.generation, engine_rank=0)
+    assert len(of_kind(core.hear(first, answer), Connect)) == dialing.MAX_DIALS // 2
 
 
 def test_the_ranks_of_a_large_instance_are_connected_as_they_answer(core: DecodeDriver) -> None:
-    others = [peer("prefill", rank) for rank in range(3 * handshake.MAX_DIALS)]
+    others = [peer("prefill", rank) for rank in range(3 * dialing.MAX_DIALS)]
     core(request())
     hellos = core.compiled(core.found(*others), silent=others[1:])
     assert len(messages(core.welcome(hellos), Grant)) == len(others)
-    assert len(core.core.instances._dials) == 0
+    assert len(core.core.instances._dialing) == 0
 
 
 def test_instances_that_never_answer_do_not_keep_others_out(core: DecodeDriver) -> None:
-    for number in range(2 * handshake.MAX_DIALS):
+    for number in range(2 * dialing.MAX_DIALS):
         core(request(100 + number, room=100 + number, instance=f"evil-{number}"))
         core.compiled(core(ev.InstanceFound(f"evil-{number}", lying(number, 1))))
-    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS
+    assert len(core.core.peers.all_open) <= dialing.MAX_DIALS
     core(request(900))
     assert len(messages(core.welcome(core.compiled(core.found(PREFILL))), Grant)) == 1
-    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS + 1
-    core.pass_time(2 * handshake.TURN_S)
-    assert len(core.core.peers.all_open) <= handshake.MAX_DIALS + 1
+    assert len(core.core.peers.all_open) <= dialing.MAX_DIALS + 1
+    core.pass_time(2 * dialing.TURN_S)
+    assert len(core.core.peers.all_open) <= dialing.MAX_DIALS + 1
 
 
 def test_a_hello_is_retransmitted_less_and_less_often(core: DecodeDriver, hellos: list[DecodeEffect]) -> None:

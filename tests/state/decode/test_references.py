@@ -7,7 +7,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state import events as ev
-from kvflow.state.decode import handshake, instances
+from kvflow.state.decode import dialing, handshake, instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
 from kvflow.wire.messages import Decline, Grant, Hello, PeerId
 from tests.support.cores import (
@@ -254,7 +254,7 @@ def test_those_who_do_not_answer_do_not_keep_others_out(core: DecodeDriver, num_
     while LookUp(HERE) not in effects:
         effects, waited_s = core.sleep(0.25), waited_s + 0.25
     assert waited_s == 0.0 or num_hosts == 200
-    assert waited_s <= 4 * handshake.TURN_S, "one turn for each 64 that wait"
+    assert waited_s <= 4 * dialing.TURN_S, "one turn for each 64 that wait"
     assert rooms_granted(core.welcome(core.compiled(answer(core, HERE, PREFILL)))) == [900]
 
 

@@ -1,0 +1,140 @@
+"""Connections to the ranks of prefill instances, and the Hellos that are not answered yet. Pure.
+
+The addresses come from a directory, which need not be trusted. So the first rank is connected to, and the others once
+it has answered. Ranks that have never answered share few places (`kvflow.state.turns`).
+"""
+
+from collections.abc import Hashable
+
+import msgspec
+
+from kvflow.config import Timeouts, split_address
+from kvflow.state.decode.instances import Instance, InstanceTable
+from kvflow.state.decode.peers import PrefillPeers
+from kvflow.state.decode.rooms import Rooms
+from kvflow.state.effects import DecodeEffect
+from kvflow.state.timers import Timers
+from kvflow.state.turns import Turns
+from kvflow.wire.messages import PeerId, RankRecord
+
+__all__ = ["MAX_DIALS", "TURN_S", "Dialing", "HelloUnanswered"]
+
+MAX_DIALS = 64
+"""Maximum number of ranks that have been connected to, and have never answered."""
+
+TURN_S = 1.0
+"""How long an attempt that is not answered keeps its place when places are short, in seconds."""
+
+MAX_HELLO_PAUSE_S = 1.0
+"""Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
+
+
+class HelloUnanswered(msgspec.Struct, frozen=True):
+    """Timer: a rank has not answered its Hello, which must be retransmitted."""
+
+    peer: PeerId
+
+
+class Dialing:
+    """Connects to ranks and sends them Hellos. Methods return effects."""
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        instances: InstanceTable,
+        peers: PrefillPeers,
+        rooms: Rooms,
+        timers: Timers[Hashable],
+    ) -> None:
+        self._first_pause_s = min(timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
+        self._instances = instances
+        self._peers = peers
+        self._rooms = rooms
+        self._timers = timers
+        self._dials = Turns[PeerId](MAX_DIALS, TURN_S)
+
+    def __len__(self) -> int:
+        return len(self._dials)
+
+    def start(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Start to send the Hellos of an instance."""
+        known = sorted(instance.records, key=lambda record: record.peer not in self._peers)  # those need no place
+        instance.undialed.update((record.peer, record) for record in known)
+        instance.is_proved = any(self._peers.is_connected(peer) for peer in instance.peers)
+        return self.go_on(instance, now)
+
+    def go_on(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Send Hellos to more ranks: to the first, then to the others, as one of them answers and places permit."""
+        effects: list[DecodeEffect] = []
+        while instance.undialed and (instance.is_proved or len(instance.undialed) == len(instance.records)):
+            peer, record = next(iter(instance.undialed.items()))
+            has_place, opened = self.open(record, now)
+            effects += opened
+            if not has_place:
+                break
+            del instance.undialed[peer]
+            effects += self._say_hello(instance, peer, now, self._first_pause_s)
+        return effects
+
+    def open(self, record: RankRecord, now: float) -> tuple[bool, list[DecodeEffect]]:
+        """Open a connection to a rank, unless there is one; return whether it has a place."""
+        effects: list[DecodeEffect] = []
+        if record.peer not in self._peers:
+            owners = (split_address("endpoint", record.endpoint)[0], record.peer.rank.instance)
+            has_place, loser = self._dials.take(record.peer, owners, now)
+            if loser is not None:
+                effects += self._hang_up(loser, now)
+            if not has_place:
+                return False, effects
+        return True, effects + self._peers.open(record.peer, record.endpoint)
+
+    def repeat(self, instance: Instance, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Send a Hello again, over another connection if the first one failed."""
+        pause_s = min(2 * instance.hello_pause_s[peer], MAX_HELLO_PAUSE_S)
+        record = next(record for record in instance.records if record.peer == peer)
+        return [*self._peers.open(peer, record.endpoint), *self._say_hello(instance, peer, now, pause_s)]
+
+    def answered(self, instance: Instance, peer: PeerId) -> None:
+        """Note that a rank has accepted its Hello."""
+        del instance.hellos[peer]
+        self._timers.clear(HelloUnanswered(peer))
+        self.end(peer)
+        instance.undialed.pop(peer, None)
+        instance.is_proved = True
+
+    def end(self, peer: PeerId) -> None:
+        """Free the place of a rank that has answered."""
+        self._dials.end(peer)
+
+    def forget(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
+        """Abandon unanswered Hellos; disconnect unconnected ranks outside `keep`, and reclaim their unused windows."""
+        effects: list[DecodeEffect] = []
+        for peer in instance.peers:
+            self.end(peer)
+            self._timers.clear(HelloUnanswered(peer))
+            if peer not in keep and peer not in self._peers:
+                self._peers.windows.take_back_unused(peer)
+                effects += self._close(peer, now)
+                effects += self._peers.probe(peer)
+        instance.hellos.clear()
+        instance.obstacles.clear()
+        instance.undialed.clear()
+        instance.hello_pause_s.clear()
+        return effects
+
+    def _hang_up(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        """Close the connection to a rank that does not answer, to try it again later."""
+        instance = self._instances.of(peer)
+        if instance is not None and peer in instance.hellos:
+            instance.undialed[peer] = next(record for record in instance.records if record.peer == peer)
+            instance.undialed.move_to_end(peer, last=instance.is_proved)
+            self._timers.clear(HelloUnanswered(peer))
+        return self._close(peer, now)
+
+    def _close(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        return self._peers.close_unless_awaited(peer, now, is_awaited=self._rooms.await_proof_of(peer))
+
+    def _say_hello(self, instance: Instance, peer: PeerId, now: float, pause_s: float) -> list[DecodeEffect]:
+        instance.hello_pause_s[peer] = pause_s
+        self._timers.set(HelloUnanswered(peer), now + pause_s)
+        return self._peers.send(peer, instance.hellos[peer])
