@@ -3,6 +3,7 @@
 docs/sglang.md lists the SGLang tests that each of them covers.
 """
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -159,6 +160,26 @@ def test_room_that_another_request_has(pair: Deployment) -> None:
     check_arrived(pair, room)
     pair.decode.tell("ask", what="finish", room=room)
     check_nothing_is_left(pair)
+
+
+def test_room_that_decode_still_holds_fails_on_prefill_as_well(pair: Deployment) -> None:
+    """The pages of its last request are not safe yet. SGLang lets prefill wait for five minutes."""
+    room = begin(pair)
+    pair.prefill.stop()
+    pair.decode.tell("ask", what="abort", room=room)
+    assert pair.decode.tell("until", what="was_told", room=room)
+    pair.decode.tell("ask", what="forget", room=room)
+    pair.decode.tell("ask", what="add", room=room, tokens=TOKENS)
+    assert pair.decode.tell("until", what="was_told", room=room)
+    assert "already being received" in pair.decode.tell("ask", what="was_told", room=room)
+    pair.prefill.signal(signal.SIGCONT)
+    send(pair, room, TOKENS, last=True)
+    assert pair.prefill.tell("until", what="is_over", room=room)
+    assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)
+    pair.prefill.tell("ask", what="forget", room=room)
+    pair.prefill.tell("ask", what="add", room=room, tokens=TOKENS)
+    assert pair.prefill.tell("until", what="was_told", room=room)
+    assert "already being received" in pair.prefill.tell("ask", what="was_told", room=room)
 
 
 def check_twins_fail(pair: Deployment, room: int) -> None:
