@@ -292,16 +292,21 @@ class Rooms:
             now: The time.
             was_asked: Whether this rank had a request for it, so it cannot belong to a try before the one that failed.
         """
-        number, peer, _ = delivery_id
+        number, peer, generation = delivery_id
         if self.waiting.find(number, peer) is not None:
             return []
         room = self.rooms.get(number)
         if room is None:
-            if was_asked or number not in self._failed:
+            failed = self._failed.get(number)
+            if was_asked or failed is None or peer.rank in failed.told:  # it knew that the last try has failed
                 self._declined.put(number, peer.rank, failure, now)
             self._tell(number, {peer.rank: failure})
             return []
-        if peer.rank in room.deliveries or peer in room.announced or room.is_of_other_instance(peer.rank):
+        delivery = room.deliveries.get(peer.rank)
+        if delivery is not None and delivery.id.peer == peer and delivery.id.generation < generation:
+            self._declined.put(number, peer.rank, failure, now)  # it has given up this try, and declines the next
+            return []
+        if delivery is not None or peer in room.announced or room.is_of_other_instance(peer.rank):
             return []
         effects = self._follow(room, room.stop(Signal.FAILED, failure), now) if room.state.is_pending else []
         self._tell(number, {peer.rank: failure})

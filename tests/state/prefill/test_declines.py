@@ -185,6 +185,21 @@ def test_a_decline_of_a_room_that_has_failed_does_not_fail_the_next_try(core: Pr
     assert core(OPEN) == []
 
 
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_a_rank_that_gave_a_try_up_and_declines_the_next_fails_that_one(core: PrefillDriver, is_drained: bool) -> None:
+    """It still holds the pages of the first, and so cannot receive the room again yet."""
+    core(OPEN)
+    core.hear(DECODE, grant())
+    [piece] = pieces(core(chunk(0, 4)))
+    core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=FIRST))
+    if is_drained:
+        core(ev.PostEnded(piece.delivery, piece.seq, None))
+    core.hear(DECODE, decline(SECOND, generation=2))
+    if not is_drained:
+        core(ev.PostEnded(piece.delivery, piece.seq, None))
+    assert failures(core(OPEN)) == {SECOND}
+
+
 def test_a_room_that_is_not_opened_for_long_may_be_another_request_by_then(core: PrefillDriver) -> None:
     core.hear(DECODE, decline())
     core.pass_time(Timeouts().open_s)
