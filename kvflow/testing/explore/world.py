@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, NamedTuple, assert_never
+from typing import Any, Final, Literal, NamedTuple, assert_never, get_args
 
 import msgspec
 import numpy as np
@@ -27,9 +27,9 @@ from kvflow.wire.messages import Ack, AnyMessage, Failure, Notice, PeerId, Ping,
 
 __all__ = ["FAULTS", "PromiseBroken", "Setup", "SmallWorld", "Step"]
 
-Fault = Literal["lose", "duplicate", "overtake", "fail", "doubt", "abort", "kill", "timeout"]
+Fault = Literal["lose", "duplicate", "overtake", "fail", "doubt", "abort", "reclaim", "kill", "timeout"]
 
-FAULTS: Final[tuple[Fault, ...]] = ("lose", "duplicate", "overtake", "fail", "doubt", "abort", "kill", "timeout")
+FAULTS: Final[tuple[Fault, ...]] = get_args(Fault)
 
 TOKEN_BYTES: Final = 16
 STAGING_ADDRESS: Final = 2**20
@@ -294,10 +294,14 @@ class SmallWorld:
                 continue
             if "kill" in kinds:
                 yield Step(f"kill P{number}", True, lambda world, n=number: world.kill(n))  # type: ignore[misc]
-            if "abort" in kinds:
-                for room in core.rooms.rooms:
-                    event = ev.SendAborted(room, _failure(f"P/{number}"))
+            for room in core.rooms.rooms:
+                failure = _failure(f"P/{number}")
+                if "abort" in kinds:
+                    event: Any = ev.SendAborted(room, failure)
                     yield Step(f"P{number} aborts", True, lambda world, n=number, e=event: world.tell("P", n, e))  # type: ignore[misc]
+                if "reclaim" in kinds:
+                    event = ev.ReclaimAsked(room, True, failure)
+                    yield Step(f"P{number} reclaims", True, lambda world, n=number, e=event: world.tell("P", n, e))  # type: ignore[misc]
         for number, decode in enumerate(self.decode):
             for room in decode.rooms.generations if "abort" in kinds else ():
                 abort = ev.ReceiveAborted(room, _failure(f"D/{number}"))
