@@ -29,6 +29,7 @@ class FakeServer:
         status: HTTP status of its answers.
         left: Set when a client disconnects in the middle.
         is_slow: It generates without end.
+        floods: While it is slow, it sends as much as the other side takes.
         breaks: It closes the connection after its first token.
         awaited: It answers once this is set.
         was_asked: Set when a request arrives.
@@ -43,6 +44,7 @@ class FakeServer:
         self.status = 200
         self.left = anyio.Event()
         self.is_slow = False
+        self.floods = False
         self.breaks = False
         self.awaited: anyio.Event | None = None
         self.was_asked = anyio.Event()
@@ -78,6 +80,8 @@ class FakeServer:
             request.transport.abort()
         if self.is_slow:
             try:
+                while self.floods:
+                    await response.write(bytes(2**20))
                 await anyio.sleep_forever()
             finally:
                 self.left.set()
@@ -205,6 +209,23 @@ async def test_a_client_that_leaves_stops_decode() -> None:
             await answer.content.readline()
         with anyio.fail_after(20):
             await decode.left.wait()
+
+
+async def test_a_client_that_does_not_read_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(application, "CLIENT_S", 0.2)
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.is_slow = decode.floods = True
+    async with deployed(prefill, decode) as (_, url):
+        port = int(url.rpartition(":")[2])
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            await stream.send(
+                b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: 16\r\n\r\n" + b'{"stream": true}'
+            )
+            with anyio.fail_after(20):
+                await decode.left.wait()
+    assert not caplog.messages
 
 
 @asynccontextmanager
