@@ -395,7 +395,8 @@ class Limits:
         peers: Maximum number of decode ranks connected to a prefill rank. One instance may never take more than is
             still free; the same applies to the next two limits.
         pending_grants: Maximum number of grants and announcements for rooms that the prefill engine has not opened yet.
-        pending_grant_bytes: Maximum size of the page tables of such grants.
+        pending_grant_bytes: Maximum size of the page tables of such grants, and of those that are being received, in
+            bytes (four for each page). A single grant may have half of it; decode ranks are told.
         queued_chunks: Maximum number of pieces of granted chunks that may wait for one peer (for their data, their turn
             or credit). Beyond that, `chunk()` blocks for rooms that go to that peer, but not for others. A chunk is
             queued with all of its pieces or not at all.

@@ -1,13 +1,302 @@
-"""Admits untrusted input: one place that decides, by rules that are settings. Pure."""
+"""Admits untrusted input: one place that decides what is accepted, what waits, and what no honest peer sends. Pure.
+
+`GrantGate` collects the page tables of large grants. A decode rank sends a Grant with the number of its pages; the gate
+asks for them in parts (PagesQuery) when there is memory for all of them and few others are on their way. So any number
+of grants may be sent at once: those that do not fit now wait, and nothing is lost or refused. A part that the gate has
+not asked for is a violation.
+
+There are no timers. A decode rank repeats a Grant until it is answered; the gate then asks again for what is missing.
+"""
 
 import ipaddress
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, cast
 
-from kvflow.config import split_address
+import numpy as np
+from msgspec.structs import replace
+
+from kvflow.config import Limits, split_address
+from kvflow.errors import RemoteProtocolError
+from kvflow.fair_shares import FairShares
+from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.room import RoomId
 from kvflow.trust import Trust
+from kvflow.wire.messages import PAGE_BYTES, Grant, GrantedPages, PagesQuery, PeerId
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["host_denial", "ticket_denial"]
+__all__ = ["AdmittedGrant", "GrantGate", "GrantId", "host_denial", "ticket_denial"]
+
+PARTS_OF_ONE: Final = 8
+"""Maximum number of parts of one decode rank that are on their way, each of up to 256 KiB."""
+
+PARTS_IN_ALL: Final = 64
+"""Maximum number of parts that are on their way: a quarter of the unread bytes that a listener allows."""
+
+PARTS_AT_ONCE: Final = 4
+"""Maximum number of parts that one PagesQuery asks for, so that decode ranks take turns."""
+
+OVERDUE_S: Final = 2.0
+"""Time after which a part that has not arrived no longer keeps others from being asked for, in seconds."""
+
+MIN_TIMEOUT_S: Final = 1e-3
+"""Timeout of a grant whose time is up, in seconds."""
+
+
+class GrantId(NamedTuple):
+    """A grant of one decode rank."""
+
+    peer: PeerId
+    room: RoomId
+    generation: int
+
+
+class AdmittedGrant(NamedTuple):
+    """A grant whose pages have all arrived.
+
+    Attributes:
+        connection: Connection over which its Grant arrived last.
+        grant: The grant, with its pages, and with the time that is left.
+    """
+
+    connection: bytes
+    grant: Grant
+
+
+class _Incoming:
+    """A grant whose pages are not all here.
+
+    Attributes:
+        parts: Component, first page and the page after the last, by part.
+        next_part: The first part that was never asked for.
+        missing: Parts that were asked for and have not arrived.
+        again: Those of them to ask for again, in order.
+        is_started: Whether there is memory for the pages.
+    """
+
+    def __init__(self, connection: bytes, taker: str, grant: Grant, now: float) -> None:
+        self.connection = connection
+        self.taker = taker
+        self.grant = grant
+        self.arrived_at = now
+        self.parts = grant.parts
+        self.num_bytes = PAGE_BYTES * sum(grant.num_pages.values())
+        self.next_part = 0
+        self.missing: dict[int, None] = {}
+        self.again: list[int] = []
+        self.is_started = False
+        self._pages: dict[str, memoryview] = {}
+
+    def start(self) -> None:
+        """Reserve memory, which the system provides as it is filled."""
+        self.is_started = True
+        for name, count in self.grant.num_pages.items():
+            self._pages[name] = np.empty(count, WIRE_PAGES).data.cast("B")
+
+    def next_parts(self, most: int) -> range:
+        """Choose at most `most` consecutive parts to ask for now."""
+        if self.again:
+            first = self.again.pop(0)
+            return range(first, first + 1)
+        first, self.next_part = self.next_part, min(self.next_part + most, len(self.parts))
+        self.missing.update(dict.fromkeys(range(first, self.next_part)))
+        return range(first, self.next_part)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether there are parts to ask for."""
+        return bool(self.again) or self.next_part < len(self.parts)
+
+    def store(self, part: GrantedPages) -> None:
+        """Store a part, once.
+
+        Raises:
+            RemoteProtocolError: It was not asked for, or has the wrong size.
+        """
+        if part.part >= self.next_part:
+            raise _not_asked_for(part)
+        name, first, last = self.parts[part.part]
+        begin, end = first * PAGE_BYTES, last * PAGE_BYTES
+        if len(part.pages) != end - begin:
+            raise RemoteProtocolError("part of a page table has the wrong size", part=part.part, size=len(part.pages))
+        if part.part in self.missing:
+            del self.missing[part.part]
+            self._pages[name][begin:end] = part.pages
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts have arrived."""
+        return not self.missing and self.next_part == len(self.parts)
+
+    def admitted(self, now: float) -> AdmittedGrant:
+        """Return the grant with its pages, and with the time that is left of it."""
+        timeout_s = max(self.grant.timeout_s - (now - self.arrived_at), MIN_TIMEOUT_S)
+        pages = cast("dict[str, bytes]", self._pages)  # not copied: they may be large
+        return AdmittedGrant(self.connection, replace(self.grant, pages=pages, num_pages={}, timeout_s=timeout_s))
+
+
+class GrantGate:
+    """Collects the pages of grants that are too large for one message.
+
+    Args:
+        limits: Limits of the prefill rank. `pending_grant_bytes` bounds the pages that are being collected, and
+            `pending_grants` the grants that wait.
+        max_pages: Maximum number of pages of a grant, which decode ranks know.
+        has_place: Returns whether pages of a decode rank could be kept once they are here, given their size in bytes.
+    """
+
+    def __init__(self, limits: Limits, max_pages: int, has_place: Callable[[PeerId, int], bool]) -> None:
+        self._max_pages = max_pages
+        self._has_place = has_place
+        self._bytes = FairShares(limits.pending_grant_bytes)
+        self._grants = FairShares(limits.pending_grants)
+        self._incoming: dict[GrantId, _Incoming] = {}
+        self._lines: OrderedDict[PeerId, OrderedDict[GrantId, None]] = OrderedDict()
+        self._under_way: OrderedDict[tuple[GrantId, int], float] = OrderedDict()
+        self._of_peer: Counter[PeerId] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether there are pages to ask for."""
+        return bool(self._lines)
+
+    def receive(self, connection: bytes, taker: str, grant_id: GrantId, grant: Grant, now: float) -> bool:
+        """Note a Grant whose pages are to be asked for, or its repetition.
+
+        Args:
+            connection: Connection of the sender.
+            taker: Principal of the sender.
+            grant_id: Its id.
+            grant: The grant.
+            now: The time.
+
+        Returns:
+            False if it is ignored, because too many grants are waiting. The decode rank repeats it.
+
+        Raises:
+            RemoteProtocolError: It has more pages than permitted, or does not say how many there are for each range.
+        """
+        incoming = self._incoming.get(grant_id)
+        if incoming is not None:
+            incoming.connection = connection
+            self._expire(now)
+            incoming.again = [part for part in incoming.missing if (grant_id, part) not in self._under_way]
+            self._queue(grant_id, incoming)
+            return True
+        num_pages = sum(grant.num_pages.values())
+        if not 0 < num_pages <= self._max_pages or grant.num_pages.keys() != grant.ranges.keys():
+            raise RemoteProtocolError("grant has no proper number of pages", num_pages=num_pages, most=self._max_pages)
+        if not self._grants.has_place(taker, 1):
+            return False
+        self._grants.add(taker, 1)
+        incoming = self._incoming[grant_id] = _Incoming(connection, taker, grant, now)
+        self._queue(grant_id, incoming)
+        return True
+
+    def take(self, grant_id: GrantId, part: GrantedPages, now: float) -> AdmittedGrant | None:
+        """Store a part of the pages of a grant; return the grant if nothing is missing any more.
+
+        Raises:
+            RemoteProtocolError: The part was not asked for, or has the wrong size.
+        """
+        incoming = self._incoming.get(grant_id)
+        if incoming is None:
+            raise _not_asked_for(part)
+        incoming.store(part)
+        self._arrived((grant_id, part.part))
+        if not incoming.is_whole:
+            return None
+        self.drop(grant_id)
+        return incoming.admitted(now)
+
+    def drop(self, grant_id: GrantId) -> None:
+        """Forget a grant, for example because it was cancelled."""
+        incoming = self._incoming.pop(grant_id, None)
+        if incoming is None:
+            return
+        self._grants.add(incoming.taker, -1)
+        if incoming.is_started:
+            self._bytes.add(incoming.taker, -incoming.num_bytes)
+        for part in incoming.missing:
+            self._arrived((grant_id, part))
+        self._leave_line(grant_id)
+
+    def ask(self, now: float, peer_at: Callable[[bytes], PeerId | None]) -> list[tuple[bytes, PagesQuery]]:
+        """Return the queries to send now, each with its connection: as many as there is room for.
+
+        Args:
+            now: The time.
+            peer_at: Returns the decode rank that uses a connection. Grants of others are forgotten.
+        """
+        self._expire(now)
+        queries: list[tuple[bytes, PagesQuery]] = []
+        for _ in range(PARTS_IN_ALL):
+            if not self._lines or len(self._under_way) >= PARTS_IN_ALL:
+                break
+            peer, line = next(iter(self._lines.items()))
+            self._lines.move_to_end(peer)
+            grant_id = next(iter(line))
+            incoming = self._incoming[grant_id]
+            if now > incoming.arrived_at + incoming.grant.timeout_s or peer_at(incoming.connection) != peer:
+                self.drop(grant_id)
+                continue
+            most = min(PARTS_AT_ONCE, PARTS_OF_ONE - self._of_peer[peer], PARTS_IN_ALL - len(self._under_way))
+            if most <= 0 or not self._start(grant_id, incoming):
+                continue
+            parts = incoming.next_parts(most)
+            for part in parts:
+                self._under_way[grant_id, part] = now
+            self._of_peer[peer] += len(parts)
+            query = PagesQuery(room=grant_id.room, generation=grant_id.generation, start=parts.start, stop=parts.stop)
+            queries.append((incoming.connection, query))
+            if not incoming.wants_more:
+                self._leave_line(grant_id)
+        return queries
+
+    def _start(self, grant_id: GrantId, incoming: _Incoming) -> bool:
+        """Return whether there is memory for the pages of a grant, and reserve it."""
+        if incoming.is_started:
+            return True
+        taker, num_bytes = incoming.taker, incoming.num_bytes
+        if not self._bytes.has_place(taker, num_bytes) or not self._has_place(grant_id.peer, num_bytes):
+            return False
+        self._bytes.add(taker, num_bytes)
+        incoming.start()
+        return True
+
+    def _queue(self, grant_id: GrantId, incoming: _Incoming) -> None:
+        if incoming.wants_more:
+            self._lines.setdefault(grant_id.peer, OrderedDict())[grant_id] = None
+
+    def _leave_line(self, grant_id: GrantId) -> None:
+        line = self._lines.get(grant_id.peer)
+        if line is not None:
+            line.pop(grant_id, None)
+            if not line:
+                del self._lines[grant_id.peer]
+
+    def _expire(self, now: float) -> None:
+        """Stop counting parts that are overdue, so that decode ranks that do not answer hold up nobody else."""
+        while self._under_way:
+            key, asked_at = next(iter(self._under_way.items()))
+            if now < asked_at + OVERDUE_S:
+                break
+            self._arrived(key)
+
+    def _arrived(self, key: tuple[GrantId, int]) -> None:
+        if self._under_way.pop(key, None) is None:
+            return
+        peer = key[0].peer
+        self._of_peer[peer] -= 1
+        if not self._of_peer[peer]:
+            del self._of_peer[peer]
+
+
+def _not_asked_for(part: GrantedPages) -> RemoteProtocolError:
+    return RemoteProtocolError("part of a page table was not asked for", room=part.room, part=part.part)
 
 
 def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:

@@ -26,6 +26,7 @@ from kvflow.stages.agents import PeerAgents
 from kvflow.stages.authorization import Authorizer
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
+from kvflow.stages.grants import GrantCollector
 from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
@@ -49,6 +50,7 @@ from kvflow.wire.messages import (
     Failure,
     Goodbye,
     Grant,
+    GrantedPages,
     Hello,
     Message,
     Ping,
@@ -63,7 +65,9 @@ from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
 
-RankMessage = Hello | Goodbye | Refuse | Announce | Grant | Decline | Ack | Cancel | SlotReleased | Ping | Pong
+RankMessage = (
+    Hello | Goodbye | Refuse | Announce | Grant | GrantedPages | Decline | Ack | Cancel | SlotReleased | Ping | Pong
+)
 """Messages from decode ranks."""
 
 Request = RankMessage | DirectoryMessage
@@ -281,6 +285,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)
+        self._grants = GrantCollector(self._context, self._core, self.config.limits, self._send)
         self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
@@ -382,8 +387,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         is_too_much = self._authorizer.is_too_much(connection, unread)
         if not is_too_much and not self._is_dropped(connection, unread):
             self._reading.take(connection, unread)
-        elif unread.is_long or (is_too_much and unread.kind is not Hello):  # decode ranks repeat Hellos
-            self._rejections.add(connection, len(unread.data))  # it was dropped, but received and decrypted
+        elif unread.is_long or (is_too_much and unread.kind is not Hello):
+            is_hello = unread.kind is Hello
+            self._rejections.add(connection, len(unread.data), is_repeated=is_hello)  # it was received and decrypted
 
     def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
@@ -401,11 +407,24 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._take_for_directory(connection, message, num_bytes)
             return
         denied = self._authorizer.denial(connection, message)
+        if not denied and isinstance(message, Grant | GrantedPages | Cancel | Decline):
+            try:
+                if self._grants.take(connection, message):
+                    return
+            except RemoteProtocolError as error:
+                self._reject(connection, error, num_bytes)
+                return
         if isinstance(message, Hello):
             principal = self._authorizer.principal_of(connection)
             self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
         else:
             self.dispatch(ev.MessageArrived(connection, message, denied))
+
+    @override
+    def _handle(self, event: ev.PrefillEvent) -> Sequence[ef.PrefillEffect]:
+        effects = super()._handle(event)
+        self._grants.ask_soon()
+        return effects
 
     def _take_for_directory(self, connection: bytes, message: DirectoryMessage, num_bytes: int) -> None:
         if self._directory is None:

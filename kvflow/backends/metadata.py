@@ -6,6 +6,7 @@ both sides. A damaged blob makes a peer's name unusable inside NIXL, so the meta
 
 import functools
 import zlib
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from typing import Self
 
@@ -48,9 +49,10 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         left = []
         for item in self.ranges:
             location, start = self.location_of(item), item.address
-            for taken in other.ranges:
-                if taken.end <= start or item.end <= taken.address:
-                    continue
+            for index in range(other._first_ending_after(start), len(other.ranges)):
+                taken = other.ranges[index]
+                if item.end <= taken.address:
+                    break
                 if other.location_of(taken) != location:
                     raise RegistrationError(
                         "memory is already registered in a different location", address=taken.address, found=location
@@ -90,10 +92,16 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
 
     def find(self, memory: MemoryRange) -> Location | None:
         """Return the location of some memory; None if it is empty, or not inside one of the ranges."""
-        for item in self.ranges:
-            if item.address <= memory.address < memory.end <= item.end:
-                return self.location_of(item)
-        return None
+        index = self._first_ending_after(memory.address)
+        if index == len(self.ranges):
+            return None
+        item = self.ranges[index]
+        is_inside = item.address <= memory.address < memory.end <= item.end
+        return self.location_of(item) if is_inside else None
+
+    def _first_ending_after(self, address: int) -> int:
+        """Return the index of the first range that ends after an address."""
+        return bisect_right(self.ranges, address, key=_end)
 
     def kind_of(self, descriptors: Words) -> MemoryKind:
         """Return the memory kind of descriptors that have passed `check`.
@@ -197,6 +205,10 @@ class PeerMetadata(msgspec.Struct, frozen=True):
 
 def _address(item: MemoryRange) -> int:
     return item.address
+
+
+def _end(item: MemoryRange) -> int:
+    return item.end
 
 
 def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], backend: str) -> None:

@@ -12,7 +12,7 @@ from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
 from kvflow.state.rate_limiter import RateLimiter
-from kvflow.wire.codec import MAX_REQUEST_BYTES, Unread, encode
+from kvflow.wire.codec import MAX_RECORDS_BYTES, Unread, encode
 from kvflow.wire.messages import (
     Lookup,
     Message,
@@ -221,7 +221,7 @@ class DirectoryService:
         if isinstance(message, SealedRecords) and not self._may_be_told(answer.connection, message):
             return False
         data = encode(message)
-        if isinstance(message, SealedRecords) and len(data) > MAX_REQUEST_BYTES:
+        if isinstance(message, SealedRecords) and len(data) > MAX_RECORDS_BYTES:
             self._anomalies.count("answer_too_long", prefill=str(message.instance), num_bytes=len(data))
             data = encode(structs.replace(message, records=()))
         try:

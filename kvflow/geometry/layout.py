@@ -42,8 +42,11 @@ MAX_SLOTS = 2**31
 MAX_COMPONENTS = 16
 
 MAX_REGIONS = 4_096
-"""Maximum number of regions of a component and of a layout, and of its allocations. A model of 1,000 layers with K, V
+"""Maximum number of regions of a component and of a layout. A model of 1,000 layers with K, V
 and their scales has this many. Regions from a peer are checked one by one, in about 50 ms, so they need a bound."""
+
+MAX_ALLOCATIONS = MAX_REGIONS + 1
+"""Maximum number of allocations of a layout: one for each region, and a rank's own staging memory."""
 
 MAX_NAME = 256
 MAX_FINGERPRINT = 1_024
@@ -369,7 +372,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     components: Annotated[tuple[Component, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
     fingerprint: Annotated[str, msgspec.Meta(max_length=MAX_FINGERPRINT)]
-    allocations: Annotated[tuple[MemoryRange, ...], msgspec.Meta(max_length=MAX_REGIONS)] = ()
+    allocations: Annotated[tuple[MemoryRange, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)] = ()
     memory_kind: MemoryKind = "DRAM"
     device_id: int = 0
 
@@ -395,7 +398,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         for field, found, maximum in (
             ("components", len(self.components), MAX_COMPONENTS),
             ("regions", num_regions, MAX_REGIONS),
-            ("allocations", len(self.allocations), MAX_REGIONS),
+            ("allocations", len(self.allocations), MAX_ALLOCATIONS),
             ("fingerprint", len(self.fingerprint), MAX_FINGERPRINT),
         ):
             if found > maximum:

@@ -26,11 +26,6 @@ HELLO_BYTES_AT_ONCE: Final = 4 * 2**20
 """The same limits in bytes, because regions take time to parse: half a megabyte takes less than 0.1 s. The burst is
 enough for 350 ranks with 126 layers each."""
 
-GRANT_BYTES_PER_S: Final = 32 * 2**20
-GRANT_BYTES_AT_ONCE: Final = 256 * 2**20
-"""Limits per principal for other long messages. The rate is enough for the pages of eight million tokens per second, at
-one token per page."""
-
 STRANGER_MESSAGES_PER_S: Final = 256
 """Allowed rate of messages that a principal sends over connections without a Hello; without keys, of each such
 connection. Some may be meant for a previous process at this address."""
@@ -68,7 +63,6 @@ class Authorizer:
         self._peer_at = peer_at
         self._hellos = RateLimiter[str](HELLOS_AT_ONCE, HELLOS_PER_S)
         self._hello_bytes = RateLimiter[str](HELLO_BYTES_AT_ONCE, HELLO_BYTES_PER_S)
-        self._grant_bytes = RateLimiter[str](GRANT_BYTES_AT_ONCE, GRANT_BYTES_PER_S)
         self._strangers = RateLimiter[bytes | str](STRANGER_MESSAGES_AT_ONCE, STRANGER_MESSAGES_PER_S)
 
     def principal_of(self, connection: bytes) -> str:
@@ -93,8 +87,6 @@ class Authorizer:
             stranger = self.principal_of(connection) or connection
             if not self._strangers.take(stranger, now):
                 return "stranger_over_budget"
-        if unread.is_long and not self._grant_bytes.take(self.principal_of(connection), now, num_bytes):
-            return "grant_over_budget"
         return ""
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:

@@ -40,6 +40,7 @@ from kvflow.wire.messages import (
     Hello,
     Message,
     Notice,
+    PagesQuery,
     PeerId,
     Ping,
     Pong,
@@ -62,6 +63,9 @@ HELLOS_AT_ONCE: Final = 8
 
 Some transports wait seconds for a peer that does not answer. With a limit per principal, others are not delayed.
 """
+
+MAX_CONNECT_S: Final = 120.0
+"""Longest time that connecting the transport may take, in seconds, however long the peer would wait."""
 
 SLICES_BOUND_INLINE: Final = 256
 """Routes with more slices than this are bound in a worker thread."""
@@ -128,7 +132,7 @@ class HelloChecks:
                     self._check_agent(hello)
                     self._check_unclosed(hello)
                     agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
-                    await self._connect(agent, hello.backend_metadata, principal)
+                    await self._connect(agent, hello, principal)
             except (KvflowError, MemoryError) as error:
                 checked = ev.HelloChecked(connection, hello, None, str(error) or "out of memory")
             else:
@@ -192,11 +196,20 @@ class HelloChecks:
             packed = self._staging.find(link.slices)
         return replace(link, prepared=PreparedRoute(blocks, packed, is_head_major(link.route)))
 
-    async def _connect(self, agent: str, metadata: bytes, principal: str) -> None:
-        """Connect the transport to an agent, after any disconnection from it that is still in progress."""
-        while agent in self._disconnecting:
-            await self._disconnecting[agent].wait()
-        await self._backend.connect_authenticated(agent, metadata, principal)
+    async def _connect(self, agent: str, hello: Hello, principal: str) -> None:
+        """Connect the transport to an agent, after any disconnection from it that is still in progress.
+
+        Raises:
+            BackendError: The transport cannot connect, or not in time.
+        """
+        timeout_s = min(hello.handshake_s, MAX_CONNECT_S)
+        try:
+            with anyio.fail_after(timeout_s):
+                while agent in self._disconnecting:
+                    await self._disconnecting[agent].wait()
+                await self._backend.connect_authenticated(agent, hello.backend_metadata, principal)
+        except TimeoutError as error:
+            raise BackendError("transport of the peer does not answer", agent=agent, timeout_s=timeout_s) from error
 
     async def _disconnect(self, agent: str, ended: anyio.Event) -> None:
         try:
@@ -209,7 +222,7 @@ class HelloChecks:
 
 # On a decode rank --------------------------------------------------------------------------------------------------
 
-Answer = Welcome | Refuse | Notice | SlotQuery | Drained | Failed | Ping | Pong | Goodbye
+Answer = Welcome | Refuse | Notice | PagesQuery | SlotQuery | Drained | Failed | Ping | Pong | Goodbye
 """Messages from prefill ranks."""
 
 ANSWERS: Final[Reader[Answer]] = Reader(Answer)

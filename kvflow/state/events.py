@@ -14,7 +14,17 @@ from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.geometry.split import SplitPolicy
 from kvflow.room import RoomId
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import AnyMessage, Failure, Hello, Notice, PeerId, RankRecord, Staged, StagingWindow
+from kvflow.wire.messages import (
+    DEFAULT_MAX_PAGES,
+    AnyMessage,
+    Failure,
+    Hello,
+    Notice,
+    PeerId,
+    RankRecord,
+    Staged,
+    StagingWindow,
+)
 
 __all__ = [
     "Chunk",
@@ -220,6 +230,7 @@ class MessageArrived(msgspec.Struct, frozen=True):
         principal: For a Hello, the authenticated identity of the sender, independent of the names in the message; empty
             if the rank does not require keys.
         num_bytes: Size of a Hello.
+        was_new: True for a Grant that was new when it arrived, and whose pages have arrived since.
     """
 
     connection: bytes
@@ -227,6 +238,7 @@ class MessageArrived(msgspec.Struct, frozen=True):
     denied: str = ""
     principal: str = ""
     num_bytes: int = 0
+    was_new: bool = False
 
 
 class PeerRevoked(msgspec.Struct, frozen=True):
@@ -465,12 +477,14 @@ class ConnectedRank(msgspec.Struct, frozen=True):
         expected: Bytes that it must send, by component.
         slices: The same as region slices; not read by the core.
         staging: Where it may write packed pieces, or None.
+        max_pages: Maximum number of pages of a grant to it.
     """
 
     peer: PeerId
     expected: Mapping[str, ExpectedBytes]
     slices: tuple[RegionSlice, ...] = ()
     staging: StagingWindow | None = None
+    max_pages: int = DEFAULT_MAX_PAGES
 
 
 class ConnectFailed(msgspec.Struct, frozen=True):

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from typing import Any, Final, Generic, TypeVar, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from kvflow.errors import KvflowError, RemoteProtocolError
-from kvflow.wire.messages import AnyMessage, Message
+from kvflow.geometry.packed_pages import pack_pages, unpack_pages
+from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART, AnyMessage, Grant, GrantedPages, Message
 from kvflow.wire.weight import is_light
 
 __all__ = [
     "LONG_BYTES",
     "MAX_MESSAGE_BYTES",
+    "MAX_RECORDS_BYTES",
     "MAX_REQUEST_BYTES",
     "Reader",
     "Unread",
@@ -32,27 +35,30 @@ MAX_MESSAGE_BYTES: Final = 64 * 2**20
 """Limit for messages on connections that this process has opened: a transfer's metadata may be large, and takes no time
 to parse."""
 
-MAX_REQUEST_BYTES: Final = 8 * 2**20
-"""Limit for messages to a listener, and for Records: a Grant of one million pages has 4 MiB, and the records of 512
-ranks with 126 layers each have 7 MiB."""
+MAX_REQUEST_BYTES: Final = 2 * 2**20
+"""Limit for messages to a listener: a Hello or Register. Its regions are checked one by one: 4,096 regions, which are
+150 KB, take 25 ms. Most of a large message is the transport's metadata, which takes no time to parse."""
 
-MAX_RECORD_BYTES: Final = 2 * 2**20
-"""Limit for a Hello or Register. Its regions are checked one by one: 4,096 regions, which are 150 KB, take 25 ms. Most
-of a large message is the transport's metadata, which takes no time to parse."""
+MAX_RECORDS_BYTES: Final = 8 * 2**20
+"""Limit for Records: those of 512 ranks with 126 layers each have 7 MiB."""
 
 LONG_BYTES: Final = 16 * 2**10
-"""Limit for all other kinds, whose messages have less than half of it. A message above this limit is called long."""
+"""Limit for all kinds without a limit of their own, whose messages have less than half of it."""
+
+MAX_GRANT_BYTES: Final = LONG_BYTES + 4 * PAGES_INLINE
+MAX_PAGES_BYTES: Final = LONG_BYTES + 4 * PAGES_PER_PART
 
 LIMITS: Final = {
-    b"hello": MAX_RECORD_BYTES,
-    b"register": MAX_RECORD_BYTES,
-    b"records": MAX_REQUEST_BYTES,
-    b"grant": MAX_REQUEST_BYTES,
+    b"hello": MAX_REQUEST_BYTES,
+    b"register": MAX_REQUEST_BYTES,
+    b"records": MAX_RECORDS_BYTES,
+    b"grant": MAX_GRANT_BYTES,
+    b"granted_pages": MAX_PAGES_BYTES,
     b"notice": MAX_MESSAGE_BYTES,
 }
-"""Limits of the kinds that may be long, by tag."""
+"""Limits of the kinds that may have more than `LONG_BYTES`, by tag."""
 
-LIGHT: Final = (b"grant", b"notice")
+LIGHT: Final = (b"grant", b"granted_pages", b"notice")
 """Kinds that are long only because of a few large values: page tables, metadata. Parsing one takes as long as copying
 it."""
 
@@ -62,6 +68,8 @@ MAX_VALUES: Final = 512
 
 MAX_TEXT_BYTES: Final = 2**16
 """Maximum length of a text in such a message. Texts are validated as they are decoded; bytes are not."""
+
+WITH_PAGES: Final = (Grant, GrantedPages)
 
 TAG_FIELD: Final = b"\xa4type"
 SHORT_MAP: Final = 0x80
@@ -85,7 +93,7 @@ class Unread(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_long(self) -> bool:
         """Whether parsing may block the event loop noticeably."""
-        return len(self.data) > LONG_BYTES
+        return len(self.data) > LONG_BYTES and self.kind not in WITH_PAGES
 
 
 class Reader(Generic[Read]):
@@ -133,7 +141,8 @@ class Reader(Generic[Read]):
             RemoteProtocolError: The message is malformed.
         """
         try:
-            return self._decoder.decode(memoryview(unread.data)[len(HEADER) :])
+            message = self._decoder.decode(memoryview(unread.data)[len(HEADER) :])
+            return _unpack(message) if type(message) in WITH_PAGES else message
         except (msgspec.DecodeError, UnicodeDecodeError, KvflowError, RecursionError) as error:
             raise _malformed(str(error), unread.data) from error
 
@@ -148,6 +157,10 @@ class Reader(Generic[Read]):
 
 def encode(message: Message) -> bytes:
     """Return the bytes of a message: a four-byte header and MessagePack."""
+    if isinstance(message, Grant):
+        message = replace(message, pages={name: pack_pages(pages) for name, pages in message.pages.items()})
+    elif isinstance(message, GrantedPages):
+        message = replace(message, pages=pack_pages(message.pages))
     return HEADER + _encoder.encode(message)
 
 
@@ -167,6 +180,17 @@ def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
         RemoteProtocolError: As in `Reader`.
     """
     return _everything.take(frames)
+
+
+def _unpack(message: Any) -> Any:
+    """Unpack the page tables of a message.
+
+    Raises:
+        PlanError: One is malformed or too long.
+    """
+    if isinstance(message, Grant):
+        return replace(message, pages={name: unpack_pages(data, PAGES_INLINE) for name, data in message.pages.items()})
+    return replace(message, pages=unpack_pages(message.pages, PAGES_PER_PART))
 
 
 def _foreign(data: bytes) -> RemoteProtocolError:

@@ -10,6 +10,7 @@ because libzmq 4.3.5 measures it only after a heartbeat, and stops when a messag
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -22,10 +23,11 @@ from kvflow.wire.tcp import Tcp, is_listener
 
 __all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
 
-MAX_WAITING_BYTES: Final = 2 * MAX_REQUEST_BYTES
-"""Limit of unread bytes of one connection to a listener."""
+MAX_WAITING_BYTES: Final = 8 * MAX_REQUEST_BYTES
+"""Limit of unread bytes of one connection to a listener. A decode rank that grants 16,384 rooms at once sends less than
+half of it (`kvflow.state.decode.room.PAGES_INLINE_IN_ALL`)."""
 
-MAX_WAITING_IN_ALL_BYTES: Final = 8 * MAX_REQUEST_BYTES
+MAX_WAITING_IN_ALL_BYTES: Final = 32 * MAX_REQUEST_BYTES
 """Limit of unread bytes of all connections to a listener."""
 
 MAX_ANSWERS_BYTES: Final = 2 * MAX_MESSAGE_BYTES
@@ -38,8 +40,15 @@ CONNECTION_CHECK_S: Final = 1.0
 COMMAND_BYTES: Final = 256
 """Allowance for heartbeats and the end of a handshake between two checks."""
 
-DROPPED_AT_ONCE: Final = 256
-"""Messages of closed connections, and message parts, that are dropped before yielding to the event loop."""
+DROPPED_AT_ONCE: Final = 1_024
+"""Message parts that are dropped before yielding to the event loop."""
+
+LOOK_EVERY: Final = 64
+"""Number of messages after which the kernel is asked how much is left of a connection: when it has ended, it is too
+late."""
+
+MAX_BROKEN: Final = 4_096
+"""Maximum number of closed connections whose unread messages are recognised."""
 
 MAX_SILENCE_MS: Final = HEARTBEAT_MS + SILENCE_MS
 """Maximum silence of a connection to a listener after its first message, when its handshake is done and heartbeats
@@ -52,8 +61,10 @@ class Intake:
     """Reads the single-part messages of a socket, and watches its connections.
 
     A connection is closed, and its unread messages are dropped, if it exceeds the limits of unread bytes at two checks
-    in a row, or sends a multipart message. A listener also closes silent connections. Nothing is checked while the
-    event loop is blocked.
+    in a row, or sends a multipart message. What is left of a connection that has ended counts as well, and is dropped
+    first. A listener also closes silent connections. Nothing is checked while the event loop is blocked.
+
+    Messages are attributed to connections by routing id, because descriptors are reused while messages wait.
 
     Args:
         zmq_socket: A DEALER with one connection, or a ROUTER.
@@ -62,7 +73,8 @@ class Intake:
         take_news: Called before a message is delivered, to handle connection events that precede it.
 
     Attributes:
-        fd: Descriptor of the connection that the latest message arrived on.
+        num_bytes: Total size of the messages that were read or dropped.
+        fd: Descriptor of the connection that the latest message arrived on; -1 if that has ended.
     """
 
     def __init__(
@@ -84,9 +96,16 @@ class Intake:
         self._check_s = LISTENER_CHECK_S if has_ids else CONNECTION_CHECK_S
         self._loop = asyncio.get_running_loop()
         self._taken: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._owners: dict[int, bytes] = {}
+        self._ended: dict[bytes, int] = {}
+        self._broken: OrderedDict[bytes, None] = OrderedDict()
+        self._nameless: set[int] = set()  # closed before a message of it was read
         self._unheard: set[int] = set()
-        self._suspects: set[int] = set()
-        self._broken: set[int] = set()
+        self._suspects: set[int | bytes] = set()
+        self.num_bytes = 0
+        self._name = b""
+        self._num_read = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_rest = False
 
@@ -96,7 +115,7 @@ class Intake:
         If the message has further parts, the second one is included and the others are dropped.
 
         Raises:
-            zmq.Again: There is no message, or `DROPPED_AT_ONCE` messages were dropped.
+            zmq.Again: There is no message, or `DROPPED_AT_ONCE` message parts were dropped.
         """
         for _ in range(DROPPED_AT_ONCE):
             frames = self._take()
@@ -105,13 +124,22 @@ class Intake:
         raise zmq.Again
 
     def _take(self) -> list[zmq.Frame]:
-        """Read a message; empty if a message or a part of one was dropped.
+        """Read a message; empty if a part of a message was dropped.
 
         Raises:
             zmq.Again: There is no message.
         """
-        frame = self._socket.recv(NOBLOCK, copy=False)
+        try:
+            frame = self._socket.recv(NOBLOCK, copy=False)
+        except zmq.Again:
+            self._ended.clear()  # nothing is left of connections that have ended
+            raise
         if self._is_in_rest:
+            self._is_in_rest = frame.more
+            self.num_bytes += len(frame)
+            return []
+        name = frame.bytes if self._num_ids else b""
+        if name in self._broken:
             self._is_in_rest = frame.more
             return []
         fd = self._fd_of(frame)
@@ -120,27 +148,46 @@ class Intake:
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
         self._take_news()  # the descriptor may belong to a new connection by now
+        if fd in self._nameless and name not in self._ended:
+            self._broken[name] = None
+            self._is_in_rest = frame.more
+            return []
+        self._name, self.fd = name, self._live(fd, name)
         frames = [frame]
-        is_broken = fd in self._broken
         while frames[-1].more:
             frames.append(self._socket.recv(NOBLOCK, copy=False))
             if len(frames) > self._num_ids + 1:
                 self._is_in_rest = frames[-1].more
-                self.cut(fd, "it sent a multipart message")
+                self.cut_sender("it sent a multipart message")
                 break
-        if is_broken:
-            return []
-        self.fd = fd
-        if fd in self._taken:
-            self._unheard.discard(fd)
-            self._taken[fd] += sum(self._tcp.bytes_on_wire(len(part)) for part in frames[self._num_ids :])
+        self._count(sum(self._tcp.bytes_on_wire(len(part)) for part in frames[self._num_ids :]))
         return frames
+
+    def _live(self, fd: int, name: bytes) -> int:
+        """Return the descriptor of a message's connection; -1 if it has ended, and another one may have its number."""
+        owner = self._owners.get(fd)
+        if owner is None and fd in self._taken and name not in self._ended:
+            owner = self._owners[fd] = name
+        return fd if owner == name else -1
+
+    def _count(self, num_bytes: int) -> None:
+        """Count the bytes of a message that was read."""
+        self.num_bytes += num_bytes
+        if self.fd in self._taken:
+            self._unheard.discard(self.fd)
+            self._taken[self.fd] += num_bytes
+            self._num_read += 1
+            if self._num_read % LOOK_EVERY == 0:
+                self._waiting(self.fd)
+        elif self._name in self._ended:
+            self._ended[self._name] = max(self._ended[self._name] - num_bytes, 0)
 
     def watch(self, fd: int) -> None:
         """Watch a new connection, by its descriptor."""
-        self._taken[fd] = 0
+        self.forget(fd)
+        self._nameless.discard(fd)
+        self._taken[fd] = self._left[fd] = 0
         self._unheard.add(fd)
-        self._broken.discard(fd)
         if self._timer is None:
             self._timer = self._loop.call_later(self._check_s, self._check)
 
@@ -153,17 +200,37 @@ class Intake:
         return fd in self._unheard
 
     def forget(self, fd: int) -> None:
-        """Stop watching a connection."""
+        """Stop watching a connection, which has ended. What it has sent still counts until it is read."""
         self._taken.pop(fd, None)
         self._unheard.discard(fd)
         self._suspects.discard(fd)
+        name, left = self._owners.pop(fd, None), self._left.pop(fd, 0)
+        if name is not None and name not in self._broken:
+            self._ended[name] = left
 
     def cut(self, fd: int, why: str) -> None:
         """Close a connection, and drop its unread messages."""
-        if fd not in self._broken and self._tcp.shut(fd):
+        if fd in self._taken and self._tcp.shut(fd):
+            name = self._owners.get(fd)
+            if name is None:
+                self._nameless.add(fd)
+            self._break(name, why)
             self.forget(fd)
-            self._broken.add(fd)
-            self._on_refused("connection_cut", why)
+
+    def cut_sender(self, why: str) -> None:
+        """Close the connection of the latest message, and drop its unread messages. It may have ended."""
+        if self.fd in self._taken:
+            self.cut(self.fd, why)
+        elif self._name not in self._broken:
+            self._break(self._name, why)
+
+    def _break(self, name: bytes | None, why: str) -> None:
+        if name is not None:
+            self._broken[name] = None
+            self._ended.pop(name, None)
+            while len(self._broken) > MAX_BROKEN:
+                self._broken.popitem(last=False)
+        self._on_refused("connection_cut", why)
 
     def close(self) -> None:
         """Stop watching all connections."""
@@ -174,18 +241,23 @@ class Intake:
     def _check(self) -> None:
         if self._num_ids:
             self._close_silent()
-        waiting = {fd: self._waiting(fd) for fd in self._taken}
+        waiting: dict[int | bytes, int] = {fd: self._waiting(fd) for fd in self._taken} | self._ended
         in_all = sum(waiting.values())
         suspects = set()
-        for fd in sorted(waiting, key=waiting.__getitem__, reverse=True):
-            if waiting[fd] <= self._max_bytes and in_all <= self._max_in_all:
-                break
-            suspects.add(fd)
-            in_all -= waiting[fd]
-        for fd in suspects & self._suspects:
-            self.cut(fd, f"{waiting[fd]} of its bytes were waiting to be read")
-        self._suspects = suspects & self._taken.keys()
-        self._timer = self._loop.call_later(self._check_s, self._check) if self._taken else None
+        for one in sorted(waiting, key=lambda one: (one in self._ended, waiting[one]), reverse=True):
+            if waiting[one] <= self._max_bytes and in_all <= self._max_in_all:
+                continue
+            suspects.add(one)
+            in_all -= waiting[one]
+        for one in suspects & self._suspects:
+            why = f"{waiting[one]} of its bytes were waiting to be read"
+            if isinstance(one, int):
+                self.cut(one, why)
+            elif one in self._ended:
+                self._break(one, why)
+        self._suspects = suspects & (self._taken.keys() | self._ended.keys())
+        is_needed = self._taken or self._ended
+        self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
     def _close_silent(self) -> None:
         for fd in self._taken.keys() - self._unheard:
@@ -199,7 +271,8 @@ class Intake:
         if received is None:
             return 0
         self._taken[fd] = min(self._taken[fd] + COMMAND_BYTES, received)
-        return received - self._taken[fd]
+        self._left[fd] = received - self._taken[fd]
+        return self._left[fd]
 
     @staticmethod
     def _fd_of(frame: zmq.Frame) -> int | None:

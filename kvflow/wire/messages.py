@@ -8,13 +8,15 @@ Version history:
        transport agent. Versions 1 and 2 were never deployed and are no longer supported. Lookup and Records have
        numbers, and a Lookup may omit the instance name; a rank that serves as its instance's directory sends Refuse to
        ranks of other instances. Rooms may be strings. Announce is new. Announce, Grant and Decline may have a
-       capability. Every text, number and collection has a bound; a lease is at most ten minutes.
+       capability. Every text, number and collection has a bound; a lease is at most ten minutes. Page tables are
+       packed (`kvflow.geometry.packed_pages`); long ones are asked for with PagesQuery and come as GrantedPages.
+       Welcome tells the limits of prefill.
 
 Rules for changes: the tag is the first field; a new field has a default; a field never changes its meaning; a message
 that an old peer cannot ignore needs a new version.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -48,10 +50,12 @@ __all__ = [
     "Failure",
     "Goodbye",
     "Grant",
+    "GrantedPages",
     "Hello",
     "Lookup",
     "Message",
     "Notice",
+    "PagesQuery",
     "PeerId",
     "Ping",
     "Pong",
@@ -104,6 +108,17 @@ MAX_DETAIL = 1_024
 """Maximum length of a failure detail, in characters. Both sender and receiver truncate longer ones."""
 
 MAX_DOMAIN_BYTES = 256
+
+PAGES_INLINE: Final = 8_192
+"""Maximum number of pages in the page tables that a Grant itself carries."""
+
+PAGES_PER_PART: Final = 65_536
+"""Number of pages of a long page table that one GrantedPages carries; the last one carries the rest."""
+
+PAGE_BYTES: Final = 4
+"""Size of a page index in a page table that is not packed."""
+
+DEFAULT_MAX_PAGES: Final = 2**25
 
 LookupNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """Large enough for a new number with every room."""
@@ -335,6 +350,7 @@ class Hello(Message, frozen=True, tag="hello"):
         staging: Where the receiver may write packed pieces; None if it must not send any.
         agent: Name of the sender's transport agent, if it shares one with other ranks of its process; by default the
             name of the incarnation.
+        handshake_s: How long the handshake may take.
     """
 
     peer: PeerId
@@ -348,6 +364,7 @@ class Hello(Message, frozen=True, tag="hello"):
     route: Route
     staging: StagingWindow | None = None
     agent: AgentName | None = None
+    handshake_s: Seconds = 5.0
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -361,6 +378,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
         endpoint: ZMQ address of the rank's control socket; empty if not given. The process has ended once this address
             refuses connections, or another incarnation answers there. An address from a directory proves nothing,
             because a directory may lie.
+        max_pages: Maximum number of pages in all page tables of a Grant: `Limits.pending_grant_bytes` of the sender
+            holds two of them.
 
     Raises:
         RemoteProtocolError: The endpoint is not a TCP address.
@@ -371,6 +390,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     version: Count
     domain: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
     endpoint: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    max_pages: Number = DEFAULT_MAX_PAGES
 
     def __post_init__(self) -> None:
         if self.endpoint:
@@ -427,7 +447,9 @@ class Grant(Message, frozen=True, tag="grant"):
         generation: Identifies this attempt to receive the room; the decode rank never reuses one.
         token: Random. Every Notice must repeat it, because in-band notices carry no other proof of their origin.
         ranges: Requested token positions `[start, stop)`, by component.
-        pages: Pages that receive them, by component, as little-endian uint32.
+        pages: Pages that receive them, by component, as little-endian uint32. On the wire they are packed.
+        num_pages: Number of pages by component, instead of `pages`, if they are more than `PAGES_INLINE`. The receiver
+            asks for them with PagesQuery.
         num_decode_ranks: Number of decode ranks that request this room.
         timeout_s: Time left until the decode rank gives up.
         progress_s: After the first bytes have arrived, how long the decode rank waits for more before it gives up.
@@ -447,6 +469,44 @@ class Grant(Message, frozen=True, tag="grant"):
     priority: Priority
     digest: bool
     capability: Capability = ""
+    num_pages: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_COMPONENTS)] = {}
+
+    @property
+    def parts(self) -> list[tuple[str, int, int]]:
+        """The parts in which the pages of `num_pages` are sent: component, first page and the page after the last."""
+        return [
+            (name, first, min(first + PAGES_PER_PART, count))
+            for name, count in self.num_pages.items()
+            for first in range(0, count, PAGES_PER_PART)
+        ]
+
+
+class PagesQuery(Message, frozen=True, tag="pages_query"):
+    """Prefill -> decode: asks for parts `[start, stop)` of the pages of a Grant (`Grant.parts`).
+
+    A receiver of Grants asks when it has memory and time for them, so decode ranks cannot send more than it can take.
+    """
+
+    room: WireRoom
+    generation: Number
+    start: Count
+    stop: Count
+
+
+class GrantedPages(Message, frozen=True, tag="granted_pages"):
+    """Decode -> prefill: one part of the pages of a Grant, see `Grant.parts`; answers a PagesQuery.
+
+    Attributes:
+        room: As in Grant.
+        generation: As in Grant.
+        part: Number of the part.
+        pages: The pages as little-endian uint32. On the wire they are packed.
+    """
+
+    room: WireRoom
+    generation: Number
+    part: Count
+    pages: bytes
 
 
 class Decline(Message, frozen=True, tag="decline"):
@@ -629,6 +689,8 @@ AnyMessage = (
     | Refuse
     | Announce
     | Grant
+    | GrantedPages
+    | PagesQuery
     | Decline
     | Notice
     | SlotReleased

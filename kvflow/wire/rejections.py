@@ -32,12 +32,18 @@ class RejectionLimiter:
         self._now = now
         self._limiter = RateLimiter[bytes | str](REJECTIONS_AT_ONCE, REJECTIONS_PER_S)
 
-    def add(self, connection: bytes, num_bytes: int = 0) -> None:
-        """Count a rejected message of `num_bytes` bytes.
+    def add(self, connection: bytes, num_bytes: int = 0, *, is_repeated: bool = False) -> None:
+        """Count a rejected message.
+
+        Args:
+            connection: Connection that it arrived on.
+            num_bytes: Its size.
+            is_repeated: Whether honest peers repeat it until it is accepted, which all ranks of a principal may do at
+                once. It counts for its connection only.
 
         Raises:
             RemoteProtocolError: The budget is exceeded, and the connection must be closed.
         """
-        taker = principal_of(self._names_of(connection)) or connection
+        taker = connection if is_repeated else principal_of(self._names_of(connection)) or connection
         if not self._limiter.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
             raise RemoteProtocolError("too many rejected messages", at_once=REJECTIONS_AT_ONCE)

@@ -25,6 +25,7 @@ __all__ = [
     "Frames",
     "Inbox",
     "ZmqSocket",
+    "give_back_memory",
     "new_context",
     "ports",
     "send",
@@ -110,6 +111,16 @@ def _seeded() -> Iterator[None]:
         yield
     finally:
         libc.setstate(ctypes.c_void_p(before))
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system. glibc keeps what was freed below memory that is still in use.
+
+    Takes milliseconds, or longer if the process has much memory.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Sockets:
@@ -256,7 +267,7 @@ class Inbox:
 
     def look(self) -> None:
         """Schedule a read if there are messages. Call it after each use of the socket."""
-        if self._has_messages():
+        if self.has_messages():
             self.take_soon()
 
     def take(self) -> None:
@@ -269,7 +280,7 @@ class Inbox:
             self._take_some()
         finally:  # even if a callback has raised; the event loop reports that
             self._is_taking = False
-            if self._has_messages():
+            if self.has_messages():
                 self._soon = self._loop.call_soon(self.take)
             elif self._on_empty is not None and not self.is_closed:
                 self._on_empty()
@@ -281,10 +292,11 @@ class Inbox:
 
     def take_all(self) -> None:
         """Read all messages now."""
-        while self._has_messages():
+        while self.has_messages():
             self.take()
 
-    def _has_messages(self) -> bool:
+    def has_messages(self) -> bool:
+        """Return whether there are messages to read."""
         return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
     def _take_some(self) -> None:

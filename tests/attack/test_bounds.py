@@ -109,7 +109,7 @@ async def test_an_insider_who_grants_without_end_starves_only_itself(backend: st
 async def test_what_is_not_for_a_listener_is_not_read() -> None:
     """Reading eight megabytes of records took seconds."""
     record = {"peer": [["other", 0], 1], "layout": {"components": [{"name": "kv", "regions": [REGION] * 4_096}]}}
-    data = HEADER + msgspec.msgpack.encode({"type": "records", "instance": "x", "records": [record] * 50})
+    data = HEADER + msgspec.msgpack.encode({"type": "records", "instance": "x", "records": [record] * 10})
     assert len(data) < MAX_REQUEST_BYTES
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill, registry = deployment.prefill[0], deployment.registry
@@ -117,7 +117,7 @@ async def test_what_is_not_for_a_listener_is_not_read() -> None:
         with closing(insider(deployment)) as attacker, closing(Attacker(registry.endpoint, keys)) as other:
             for connection in (attacker.connection, other.connection):
                 with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
-                    for _ in range(5):
+                    for _ in range(12):
                         connection.send(data)
             await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
             await until(lambda: registry._anomalies.counts.get("connection_cut"))

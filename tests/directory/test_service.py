@@ -350,7 +350,7 @@ async def test_garbage_does_not_stop_the_client(data: bytes) -> None:
 
 async def test_records_that_are_too_long_for_an_answer_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry must not send them: they would break the client's connection each time."""
-    monkeypatch.setattr(service, "MAX_REQUEST_BYTES", 100)
+    monkeypatch.setattr(service, "MAX_RECORDS_BYTES", 100)
     async with Registry() as registry:
         with client_of(registry.endpoint, record()), closing(Client(registry.endpoint)) as asker:
             await until(lambda: registry._directory.num_ranks)

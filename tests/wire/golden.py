@@ -72,8 +72,11 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         route=Route(0, (RegionSlice("kv", "k", 3, (2, 4)),)),
         staging=wm.StagingWindow(address=2**40, slot_bytes=2**23, num_slots=3),
         agent="both/0@0000000000000007",
+        handshake_s=7.0,
     ),
-    "welcome": wm.Welcome(peer=PREFILL, attempt=5, version=3, domain=b"a kernel", endpoint="tcp://10.0.0.2:7000"),
+    "welcome": wm.Welcome(
+        peer=PREFILL, attempt=5, version=3, domain=b"a kernel", endpoint="tcp://10.0.0.2:7000", max_pages=9
+    ),
     "refuse": wm.Refuse(peer=PREFILL, to=DECODE, detail="no", attempt=5),
     "grant": wm.Grant(
         room=7,
@@ -87,7 +90,10 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         priority=1,
         digest=True,
         capability="signed",
+        num_pages={"kv": 2},
     ),
+    "granted_pages": wm.GrantedPages(room=7, generation=8, part=1, pages=bytes(range(9, 0, -1)) * 44),
+    "pages_query": wm.PagesQuery(room=7, generation=8, start=1, stop=3),
     "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0, capability="signed"),
     "decline": wm.Decline(room=7, generation=3, failure=FAILURE, capability="signed", peer=DECODE, to=PREFILL),
     "notice": wm.Notice(

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import numpy as np
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -21,6 +22,8 @@ seconds: Final = st.floats(0, 86_400, exclude_min=True) | st.integers(1, 86_400)
 leases: Final = st.floats(0, 600, exclude_min=True)
 names: Final = st.text(max_size=12)
 blobs: Final = st.binary(max_size=40)
+page_numbers: Final = st.lists(st.integers(0, 2**32 - 1), max_size=100)
+page_tables: Final = page_numbers.map(lambda pages: np.array(pages, "<u4").tobytes())
 positions: Final = st.integers(0, 2**40)
 token_ranges: Final = st.tuples(positions, positions)
 indices: Final = st.integers(0, 2**63 - 1)
@@ -142,6 +145,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         route=routes,
         staging=st.none() | windows,
         agent=st.none() | names.filter(bool),
+        handshake_s=seconds,
     ),
     wm.Welcome: st.builds(wm.Welcome, peer=peers, attempt=counts, version=counts),
     wm.Refuse: st.builds(wm.Refuse, peer=peers, to=st.none() | peers, detail=names, attempt=st.none() | counts),
@@ -149,7 +153,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         wm.Grant,
         token=ids,
         ranges=st.dictionaries(names, token_ranges, max_size=3),
-        pages=st.dictionaries(names, blobs, max_size=3),
+        pages=st.dictionaries(names, page_tables, max_size=3),
+        num_pages=st.dictionaries(names, counts, max_size=3),
         num_decode_ranks=positive_counts,
         timeout_s=seconds,
         progress_s=seconds,
@@ -157,6 +162,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         digest=st.booleans(),
         **transfer_ids,
     ),
+    wm.GrantedPages: st.builds(wm.GrantedPages, part=counts, pages=page_tables, **transfer_ids),
+    wm.PagesQuery: st.builds(wm.PagesQuery, start=counts, stop=counts, **transfer_ids),
     wm.Announce: st.builds(
         wm.Announce,
         num_decode_ranks=st.integers(1, 2**32 - 1),

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvflow.trust import PLAIN, ClientKeys, Trust
+from kvflow.wire import channel
 from kvflow.wire.codec import MAX_REQUEST_BYTES
 from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
 from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
@@ -231,3 +232,31 @@ def test_a_connection_that_breaks_while_much_waits_ends_no_process(way: str) -> 
                 process.stdin.write("go on\n")
                 process.stdin.flush()
             assert process.wait(30) == 0
+
+
+async def test_nobody_is_accepted_while_what_others_have_left_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_PAUSE_S", 3_600.0)
+    with closing(Server()) as server, monkeypatch.context() as patched, ExitStack() as stack:
+        patched.setattr(Intake, "receive", take_nothing)
+        with RawZmtp(server.endpoint) as raw:
+            await anyio.to_thread.run_sync(send_mib, raw, 1)
+        await until(lambda: server.listener._paused)
+        late = stack.enter_context(closing(Client(server.endpoint)))
+        late.send(b"late")
+        await until(lambda: late.connection._line is not None)
+        assert not server.listener._intake._taken
+        patched.undo()
+        server.listener._inbox.take_soon()
+        await until(lambda: server.listener._paused is None)
+        await until(lambda: [b"late"] in [frames for _, frames in server.received])
+
+
+async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(Intake, "receive", take_nothing)
+    with closing(Server()) as server:
+        with RawZmtp(server.endpoint) as raw:
+            await anyio.to_thread.run_sync(send_mib, raw, 1)
+        await until(lambda: server.listener._paused)
+        with closing(Client(server.endpoint)):
+            await until(lambda: server.listener._intake._taken)

@@ -13,9 +13,9 @@ from kvflow.errors import RemoteProtocolError, ThreadShortage
 from kvflow.system import system_ports
 from kvflow.wire import reading
 from kvflow.wire.codec import LONG_BYTES, Reader, encode
-from kvflow.wire.messages import Grant, Ping
+from kvflow.wire.messages import Notice, Ping
 from kvflow.wire.reading import OrderedReading, ReadingContext
-from tests.support.cores import PREFILL, grant
+from tests.support.cores import PREFILL
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 Result = TypeVar("Result")
 Told = tuple[bytes, str]
 
-KINDS: Reader[Ping | Grant] = Reader(Ping | Grant)
+KINDS: Reader[Ping | Notice] = Reader(Ping | Notice)
 PING = encode(Ping(peer=PREFILL))
 
 
@@ -63,7 +63,7 @@ class Ends:
         while True:
             self.say(connection, data)
 
-    def _take(self, connection: bytes, message: Ping | Grant, _num_bytes: int) -> None:
+    def _take(self, connection: bytes, message: Ping | Notice, _num_bytes: int) -> None:
         self.told.append((connection, type(message).__name__))
 
     def _refuse(self, connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
@@ -78,7 +78,9 @@ async def ends(run_in_thread: Callable[..., Awaitable[Any]]) -> AsyncIterator[En
 
 
 def long(num_bytes: int = LONG_BYTES) -> bytes:
-    return encode(grant(pages={"kv": bytes(num_bytes)}))
+    metadata = bytes(num_bytes)
+    notice = Notice(room=1, generation=1, token=0, engine_rank=0, seq=0, ranges={}, num_bytes=0, metadata=metadata)
+    return encode(notice)
 
 
 async def test_nothing_overtakes_a_long_message_of_its_connection() -> None:
@@ -94,7 +96,7 @@ async def test_nothing_overtakes_a_long_message_of_its_connection() -> None:
         await until(lambda: len(one.told) == 2)
         slow.may_go_on.release()
         await until(lambda: len(one.told) == 4)
-        assert one.told == [(b"a1", "Grant"), (b"a1", "Ping")] * 2
+        assert one.told == [(b"a1", "Notice"), (b"a1", "Ping")] * 2
     one.say(b"a1", PING)
     assert one.told[-1] == (b"a1", "Ping")
 
@@ -125,7 +127,7 @@ async def test_what_waits_has_a_bound_for_each_principal(monkeypatch: pytest.Mon
             slow.may_go_on.release()
     refused = [connection for connection, what in one.told if "waits" in what]
     assert refused == [b"a3", b"a1"]
-    assert [connection for connection, what in one.told if what == "Grant"] == [b"a1", b"b1", b"a2"]
+    assert [connection for connection, what in one.told if what == "Notice"] == [b"a1", b"b1", b"a2"]
 
 
 async def test_a_long_message_that_is_malformed_is_refused_in_its_turn() -> None:
@@ -143,4 +145,4 @@ async def test_without_threads_it_is_read_on_the_event_loop() -> None:
 
     async with ends(none_left) as one:
         one.say(b"a1", long())
-    assert (one.told, one.counts) == ([(b"a1", "Grant")], ["thread_shortage"])
+    assert (one.told, one.counts) == ([(b"a1", "Notice")], ["thread_shortage"])

@@ -114,7 +114,8 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             silenced unless MC_LOG_LEVEL asks for more than errors.
         window: Maximum number of descriptors in flight to one peer.
         busy_interval_s: Seconds between polls while something is in flight; otherwise there are no polls.
-        connect_timeout_s: How long a peer may take to answer the first contact.
+        connect_timeout_s: How long a peer may take to answer the first contact; by default as long as its handshake may
+            take.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the engine, which stops them.
 
     Raises:
@@ -134,7 +135,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         environment: Mapping[str, str] = ENVIRONMENT,
         window: int = 64,
         busy_interval_s: float = 100e-6,
-        connect_timeout_s: float = 5.0,
+        connect_timeout_s: float | None = None,
         close_timeout_s: float = 5.0,
     ) -> None:
         if protocol not in get_args(Protocol):

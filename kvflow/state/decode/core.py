@@ -31,6 +31,7 @@ from kvflow.wire.messages import (
     Failure,
     Goodbye,
     Notice,
+    PagesQuery,
     PeerId,
     Ping,
     Pong,
@@ -264,8 +265,8 @@ class DecodeCore:
                 effects = self._replace_others(peer, now)
                 effects += self.instances.welcomed(peer, message, now)
                 return effects if self.peers.is_connected(peer) else [*effects, *self._ask_whether_it_lives(peer, now)]
-            case SlotQuery():
-                return self.rooms.slot_query(peer, message)
+            case PagesQuery() | SlotQuery():
+                return self.rooms.answer(peer, message)
             case Goodbye():
                 return self._said_goodbye(peer, message, now)
             case _:

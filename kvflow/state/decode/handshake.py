@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Hashable, Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.gate import host_denial
@@ -350,6 +351,7 @@ class Instances:
                 route=compiled.route,
                 staging=window,
                 agent=self._settings.agent,
+                handshake_s=self._timeouts.handshake_s,
             )
         return [*effects, *self._dialing.start(instance, now)]
 
@@ -363,7 +365,9 @@ class Instances:
         self._dialing.answered(instance, peer)
         is_new = self._peers.handshake_done(peer, now, welcome)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
-        effects += self._rooms.peer_connected(instance.ranks[peer.rank.engine_rank])
+        rank = replace(instance.ranks[peer.rank.engine_rank], max_pages=welcome.max_pages)
+        instance.ranks[peer.rank.engine_rank] = rank
+        effects += self._rooms.peer_connected(rank)
         return [*effects, *(self._dialing.go_on(instance, now) if instance.hellos else self._connected(instance, now))]
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:

@@ -39,9 +39,25 @@ from kvflow.state.tables import (
     Signal,
     TransferState,
 )
-from kvflow.wire.messages import Ack, Announce, Cancel, Failure, Grant, Notice, PeerId, SlotReleased
+from kvflow.wire.messages import (
+    PAGE_BYTES,
+    Ack,
+    Announce,
+    Cancel,
+    Failure,
+    Grant,
+    GrantedPages,
+    Notice,
+    PagesQuery,
+    PeerId,
+    SlotReleased,
+)
 
-__all__ = ["ReceiveContext", "Room", "grant_token"]
+__all__ = ["PAGES_INLINE_IN_ALL", "ReceiveContext", "Room", "grant_token"]
+
+PAGES_INLINE_IN_ALL = 2**18
+"""Rooms that are granted at once send about this many pages with their grants. Prefill ranks ask for the others, so
+that a burst of grants does not exceed what may wait to be read."""
 
 
 class ReceiveContext(NamedTuple):
@@ -74,6 +90,7 @@ class Room:
         num_retransmits: Number of retransmissions in the current phase.
         is_verifying: Whether the received bytes are being compared with their digests.
         is_closing: Whether the outcome is decided, and `Rooms` has acted on it.
+        is_inline: Whether grants carry the pages; otherwise prefill ranks ask for them.
     """
 
     def __init__(self, context: ReceiveContext, opened: ReceiveOpened, deadline: float) -> None:
@@ -87,6 +104,7 @@ class Room:
         self.tally = Tally()
         self.num_retransmits = 0
         self.is_closing = False
+        self.is_inline = True
         self._context = context
         self._first_notice_at = 0.0
         self.is_verifying = False
@@ -213,6 +231,42 @@ class Room:
         probe = self._context.probe(progress.peer) if progress.state is RankState.LOST else []
         return [*probe, SendMessage(progress.peer, self._cancel(self.failure))]
 
+    @property
+    def num_pages(self) -> int:
+        """Number of destination pages."""
+        return sum(self._num_pages.values())
+
+    @property
+    def _num_pages(self) -> dict[str, int]:
+        return {name: len(pages) // PAGE_BYTES for name, pages in self.opened.pages.items()}
+
+    def excess(self, ranks: Sequence[ConnectedRank]) -> str | None:
+        """Return which limit of a prefill rank the page tables exceed, if any."""
+        num_pages = self.num_pages
+        for rank in ranks:
+            if num_pages > rank.max_pages:
+                limit = f"limits.pending_grant_bytes of {rank.peer.rank} permits {rank.max_pages}"
+                return f"too many pages for one transfer: {num_pages}, but {limit}"
+        return None
+
+    def send_pages(self, peer: PeerId, query: PagesQuery) -> list[DecodeEffect]:
+        """Send a rank the parts of the page tables that it asks for."""
+        if self._progress_of(peer) is None or not self.state.is_pending:
+            return []
+        parts = self._grant(peer, 0.0).parts[query.start : query.stop]
+        return [
+            SendMessage(
+                peer,
+                GrantedPages(
+                    room=self.room,
+                    generation=self.generation,
+                    part=number,
+                    pages=self.opened.pages[name][first * PAGE_BYTES : last * PAGE_BYTES],
+                ),
+            )
+            for number, (name, first, last) in enumerate(parts, query.start)
+        ]
+
     def _grant(self, peer: PeerId, timeout_s: float) -> Grant:
         progress = self.ranks.get(peer.rank.engine_rank)
         return Grant(
@@ -220,7 +274,8 @@ class Room:
             generation=self.generation,
             token=progress.token if progress else 0,
             ranges=dict(self.opened.ranges),
-            pages=dict(self.opened.pages) if progress else {},
+            pages=dict(self.opened.pages) if progress and self.is_inline else {},
+            num_pages=self._num_pages if progress and not self.is_inline else {},
             num_decode_ranks=self.opened.num_decode_ranks,
             timeout_s=timeout_s,
             progress_s=self._context.progress_s,

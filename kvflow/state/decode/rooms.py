@@ -9,14 +9,26 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, P
 from kvflow.room import RoomId
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.held import HeldPage, HeldPages
-from kvflow.state.decode.room import ReceiveContext, Room
+from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
 from kvflow.state.events import ConnectedRank, ReceiveGranted, ReceiveOpened, Scattered
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Failure, Notice, PeerId, SlotQuery, SlotReleased
+from kvflow.wire.messages import (
+    PAGES_INLINE,
+    Ack,
+    Cancel,
+    Drained,
+    Failed,
+    Failure,
+    Notice,
+    PagesQuery,
+    PeerId,
+    SlotQuery,
+    SlotReleased,
+)
 
 __all__ = ["Rooms"]
 
@@ -142,7 +154,15 @@ class Rooms:
         return room, effects
 
     def connected(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
-        """Send a grant to every rank of the instance, or an announcement if there are no pages yet."""
+        """Send a grant to every rank of the instance, or an announcement if there are no pages yet.
+
+        A room with more pages than one of the ranks accepts fails.
+        """
+        excess = room.excess(ranks)
+        if excess is not None:
+            return self.fail(room, self._error(FailureReason.CAPACITY, excess), now)
+        num_pages = room.num_pages
+        room.is_inline = num_pages <= PAGES_INLINE and num_pages * len(self.generations) <= PAGES_INLINE_IN_ALL
         effects = room.connected(ranks, self._time_left(room, now))
         if not room.is_announced:
             self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
@@ -216,9 +236,11 @@ class Rooms:
             return self._answer_closed(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
         return self._follow(room, room.failed(peer, failed.failure, is_drained=failed.drained), now)
 
-    def slot_query(self, peer: PeerId, query: SlotQuery) -> list[DecodeEffect]:
-        """Confirm that a slot is no longer read, if that is the case; slots of ended transfers never are."""
+    def answer(self, peer: PeerId, query: PagesQuery | SlotQuery) -> list[DecodeEffect]:
+        """Send parts of page tables, or confirm that a slot is no longer read; slots of ended transfers never are."""
         room = self._find(query.room, query.generation)
+        if isinstance(query, PagesQuery):
+            return [] if room is None else room.send_pages(peer, query)
         if room is not None:
             return room.slot_query(peer, query.seq)
         if query.generation > self._last_generation:

@@ -40,6 +40,7 @@ from kvflow.state.timers import Timers
 from kvflow.state.warm_up import WARM_UP_ROOM, first_page_of
 from kvflow.wire.messages import (
     OLDEST_VERSION,
+    PAGE_BYTES,
     PROTOCOL_VERSION,
     Ack,
     Announce,
@@ -199,6 +200,27 @@ class PrefillCore:
     def slots_lost(self) -> int:
         """Number of lost staging slots, local and remote."""
         return self.local_slots.num_lost + self.slots.num_lost
+
+    @property
+    def max_pages(self) -> int:
+        """Maximum number of pages of one grant."""
+        return self._settings.limits.pending_grant_bytes // (2 * PAGE_BYTES)
+
+    def needs_pages(self, connection: bytes, grant: Grant) -> bool:
+        """Return whether a grant whose pages were not sent with it can be served only once they are here.
+
+        Otherwise its sender has no handshake, or it is a repetition, or late.
+        """
+        peer = self.peers.at(connection)
+        return peer is not None and self.rooms.is_new(peer, grant)
+
+    def taker(self, peer: PeerId) -> str:
+        """Return the principal to whose share the requests of a decode rank count; empty if it is not connected."""
+        return self.peers.taker(peer) if peer in self.peers else ""
+
+    def has_place(self, peer: PeerId, num_bytes: int) -> bool:
+        """Return whether page tables of a decode rank can be kept until their room is open."""
+        return peer in self.peers and self.rooms.waiting.has_bytes(self.peers.taker(peer), num_bytes)
 
     def warm_up_core(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
         """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
@@ -361,7 +383,7 @@ class PrefillCore:
         peer = self.peers.at(connection)
         if peer is not None:
             denied = self._failure(FailureReason.REFUSED, event.denied) if event.denied else None
-            return self._message_received(peer, message, now, denied)
+            return self._message_received(peer, message, now, denied, was_new=event.was_new)
         if isinstance(message, Goodbye):
             is_known = self.peers.is_remembered(connection, message.peer)
             return self._said_goodbye(message.peer, message, now) if is_known else []
@@ -464,7 +486,14 @@ class PrefillCore:
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
         version = min(PROTOCOL_VERSION, hello.versions[1])
         domain, endpoint = self._settings.domain, self._settings.endpoint
-        welcome = Welcome(peer=self.me, attempt=hello.attempt, version=version, domain=domain, endpoint=endpoint)
+        welcome = Welcome(
+            peer=self.me,
+            attempt=hello.attempt,
+            version=version,
+            domain=domain,
+            endpoint=endpoint,
+            max_pages=self.max_pages,
+        )
         return [Reply(connection, welcome)]
 
     def _refuse_hello(
@@ -523,7 +552,7 @@ class PrefillCore:
     # Messages --------------------------------------------------------------------------------------------------------
 
     def _message_received(
-        self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None
+        self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None, *, was_new: bool
     ) -> list[PrefillEffect]:
         peer.liveness.heard(now)
         if not is_genuine(peer.id, message):
@@ -532,14 +561,15 @@ class PrefillCore:
             return self._said_goodbye(peer.id, message, now)
         if not peer.was_heard:
             self.peers.heard(peer, [*self.slots.peer_restarted(peer.id), *self.rooms.peer_restarted(peer.id)])
+        if isinstance(message, Grant):
+            leaving = self._leaving.failure
+            return self.rooms.grant(peer, message, now, leaving=leaving, denied=denied, was_new=was_new)
         return self._obey(peer, message, now, denied)
 
     def _obey(self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None) -> list[PrefillEffect]:
         match message:
             case Announce():
                 return self.rooms.announce(peer, message, now, leaving=self._leaving.failure, denied=denied)
-            case Grant():
-                return self.rooms.grant(peer, message, now, leaving=self._leaving.failure, denied=denied)
             case Ack():
                 effects = self.rooms.acknowledged(peer, message, now)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from kvflow.fair_shares import FairShares
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute
-from kvflow.state.fair_shares import FairShares
 from kvflow.state.peers import Peer
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId

@@ -198,10 +198,12 @@ class Rooms:
         *,
         leaving: Failure | None = None,
         denied: Failure | None = None,
+        was_new: bool = False,
     ) -> list[PrefillEffect]:
         """Serve a grant, keep it until the engine opens the room, or refuse it; answer a repeated one again.
 
-        If `leaving` is set, no more rooms will be opened. If `denied` is set, a new request is refused.
+        If `leaving` is set, no more rooms will be opened. If `denied` is set, a new request is refused. If `was_new` is
+        set, it was new when it arrived, and is late only if its generation has ended since.
         """
         delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
         peer.used(grant.generation)
@@ -211,12 +213,19 @@ class Rooms:
         asked = self._asked(delivery_id)  # it may wait until later ones are forgotten
         if isinstance(asked, Grant):
             return []
-        if asked is None and grant.generation in peer.closed:
+        is_closed = peer.closed.result(grant.generation) is not None if was_new else grant.generation in peer.closed
+        if asked is None and is_closed:
             is_wanted = any(name in grant.ranges for name in peer.link.components)
             return self._answer_closed(peer, delivery_id, is_wanted=is_wanted)
         if denied is not None and asked is None:
             return self._deny(delivery_id, denied)
         return self._ask(delivery_id, grant, now, leaving)
+
+    def is_new(self, peer: DecodePeer, grant: Grant) -> bool:
+        """Return whether a grant is neither known nor late."""
+        delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
+        is_known = self._find(delivery_id)[1] is not None or delivery_id in self.unfenced
+        return not (is_known or isinstance(self._asked(delivery_id), Grant) or grant.generation in peer.closed)
 
     def announce(
         self,
@@ -563,8 +572,10 @@ class Rooms:
             self.waiting.take(number, peer)
             self._void(delivery_id, kept)
         if not has_place:
+            limits = self._limits
+            shared = f"limits.pending_grants={limits.pending_grants}, pending_grant_bytes={limits.pending_grant_bytes}"
             detail = (
-                f"too many grants for rooms that are not open: {len(self.waiting)} of {self._limits.pending_grants}"
+                f"too many grants for rooms that are not open: {len(self.waiting)}, of which {shared} allow a share"
             )
             refused = self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
             return [CountAnomaly("grant_over_share", peer, number), *refused]

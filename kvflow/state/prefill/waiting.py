@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.config import Limits
+from kvflow.fair_shares import FairShares
 from kvflow.room import RoomId
-from kvflow.state.fair_shares import FairShares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Grant, PeerId
 
@@ -83,6 +83,10 @@ class WaitingRooms:
         """Return whether a request fits the share of a principal, new or in place of an earlier one."""
         num_bytes = _num_bytes(one) - (0 if before is None else _num_bytes(before))
         return self._grants.has_place(taker, int(before is None)) and self._bytes.has_place(taker, max(num_bytes, 0))
+
+    def has_bytes(self, taker: str, num_bytes: int) -> bool:
+        """Return whether further page tables of a principal fit its share."""
+        return self._bytes.has_place(taker, num_bytes)
 
     def put(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
         """Keep a request.

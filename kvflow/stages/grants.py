@@ -1,0 +1,75 @@
+"""Collects grants whose pages do not come with them, see `kvflow.gate`."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvflow.config import Limits
+from kvflow.gate import GrantGate, GrantId
+from kvflow.stages.context import StageContext
+from kvflow.state import events as ev
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.wire.messages import Cancel, Decline, Grant, GrantedPages, Message
+
+__all__ = ["GrantCollector"]
+
+
+class GrantCollector:
+    """Asks decode ranks for the pages of their grants, and dispatches the grants once they are complete.
+
+    Args:
+        context: Context of this rank.
+        core: Core of this rank.
+        limits: Limits of this rank.
+        send: Sends a message over a connection.
+    """
+
+    def __init__(
+        self,
+        context: StageContext[ev.PrefillEvent],
+        core: PrefillCore,
+        limits: Limits,
+        send: Callable[[bytes, Message], None],
+    ) -> None:
+        self._context = context
+        self._core = core
+        self._send = send
+        self._gate = GrantGate(limits, core.max_pages, core.has_place)
+        self._is_asking_soon = False
+
+    def take(self, connection: bytes, message: Grant | GrantedPages | Cancel | Decline) -> bool:
+        """Take a message if it belongs to a grant that is not complete, and so is not for the core.
+
+        Returns:
+            Whether it was taken.
+
+        Raises:
+            RemoteProtocolError: No honest peer sends this message.
+        """
+        peer, now = self._core.peer_at(connection), self._context.now()
+        if peer is None:
+            return isinstance(message, GrantedPages)
+        grant_id = GrantId(peer, message.room, message.generation)
+        if isinstance(message, GrantedPages):
+            admitted = self._gate.take(grant_id, message, now)
+            if admitted is not None:
+                self._context.dispatch(ev.MessageArrived(admitted.connection, admitted.grant, was_new=True))
+        elif isinstance(message, Cancel | Decline):
+            self._gate.drop(grant_id)
+            return False
+        elif not message.num_pages or not self._core.needs_pages(connection, message):
+            return False
+        elif not self._gate.receive(connection, self._core.taker(peer), grant_id, message, now):
+            self._context.anomalies.count("grant_over_share", peer, room=message.room)
+        self._ask()
+        return True
+
+    def ask_soon(self) -> None:
+        """Ask for pages on the next turn of the event loop, if any are wanted: there may be memory for them now."""
+        if self._gate.has_lines and not self._is_asking_soon:
+            self._is_asking_soon = True
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def _ask(self) -> None:
+        self._is_asking_soon = False
+        for connection, query in self._gate.ask(self._context.now(), self._core.peer_at):
+            self._send(connection, query)

@@ -1,0 +1,167 @@
+"""What a rank accepts from its engine fits the limits of the other side, or is refused here, by name."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kvflow
+from kvflow.config import Limits
+from kvflow.errors import FailureReason
+from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
+from kvflow.state.decode.room import PAGES_INLINE_IN_ALL
+from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART
+from tests.support.instances import PATIENT, decode_config, prefill_config
+
+pytestmark = pytest.mark.anyio
+
+Bytes = NDArray[np.uint8]
+
+
+def layout_of(memory: Bytes) -> KVLayout:
+    """Return a pool with one byte for each page, and one token in each page."""
+    size = len(memory)
+    region = Region("k", 0, memory.ctypes.data, size, 1, 1, 1, (0, 1), 1, 1, "uint8")
+    return KVLayout((Component("kv", (region,)),), "bytes")
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode rank, whose pools have one token in each page."""
+
+    prefill: kvflow.PrefillRank
+    decode: kvflow.DecodeRank
+    source: Bytes
+    target: Bytes
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
+
+    async def hand_over(self, room: int, num_pages: int, offset: int = 0) -> None:
+        """Move tokens to random pages of the target after an offset, and compare them."""
+        sent = self.rng.permutation(len(self.source))[:num_pages]
+        received = offset + self.rng.permutation(num_pages)
+        tokens = (0, num_pages)
+
+        async def send() -> None:
+            async with self.prefill.send(room) as sender:
+                await sender.finish(tokens, {"kv": sent})
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            endpoint = self.prefill.endpoint
+            async with self.decode.receive(room, prefill=endpoint, tokens=tokens, pages={"kv": received}) as receiver:
+                await receiver.done()
+        np.testing.assert_array_equal(self.target[received], self.source[sent])
+
+    def anomalies(self) -> list[dict[str, int]]:
+        return [dict(rank.statistics().anomalies) for rank in (self.prefill, self.decode)]
+
+
+@asynccontextmanager
+async def pair(num_pages: int, *, backend: str = "memory", limits: Limits | None = None) -> AsyncIterator[Pair]:
+    limits = limits or Limits()
+    source = np.random.default_rng(2).integers(0, 255, num_pages, np.uint8)
+    target = np.zeros(num_pages, np.uint8)
+    config = prefill_config(None, backend=backend, limits=limits, timeouts=PATIENT)
+    async with (
+        kvflow.PrefillRank(config, layout_of(source)) as prefill,
+        kvflow.DecodeRank(decode_config(None, backend=backend, timeouts=PATIENT), layout_of(target)) as decode,
+    ):
+        yield Pair(prefill, decode, source, target)
+
+
+async def test_page_tables_in_many_parts() -> None:
+    num_pages = 12 * PAGES_PER_PART + 1
+    async with pair(num_pages, backend="nixl") as both:
+        await both.hand_over(1, num_pages)
+        assert both.anomalies() == [{}, {}]
+
+
+async def test_a_burst_of_large_grants_is_slowed_down_and_not_refused() -> None:
+    size, num_rooms = PAGES_PER_PART + 1, 24
+    limits = Limits(pending_grant_bytes=24 * PAGES_PER_PART)
+    async with pair(size * num_rooms, limits=limits) as both:
+        async with anyio.create_task_group() as tasks:
+            for room in range(num_rooms):
+                tasks.start_soon(both.hand_over, room, size, room * size)
+        assert both.anomalies() == [{}, {}]
+
+
+async def test_more_pages_than_prefill_accepts_are_refused_here_by_the_name_of_the_limit() -> None:
+    async with pair(201, limits=Limits(pending_grant_bytes=1_600)) as both:
+        await both.hand_over(1, 200)
+        with pytest.raises(kvflow.TransferFailed) as caught:
+            await _receive(both, 2, 201)
+        error = caught.value
+        assert error.reason is FailureReason.CAPACITY
+        assert error.detected_by == "decode/0"
+        assert "201" in error.detail
+        assert "limits.pending_grant_bytes of prefill/0 permits 200" in error.detail
+        assert both.anomalies() == [{}, {}]
+
+
+async def _receive(both: Pair, room: int, num_pages: int) -> None:
+    pages = {"kv": np.arange(num_pages)}
+    async with both.decode.receive(room, prefill=both.prefill.endpoint, tokens=(0, num_pages), pages=pages) as receiver:
+        await receiver.done()
+
+
+def around(limit: int) -> st.SearchStrategy[int]:
+    return st.integers(limit - 1, limit + 1)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(around(PAGES_INLINE) | around(PAGES_PER_PART) | around(2 * PAGES_PER_PART), min_size=1, max_size=4))
+def test_requests_at_every_limit_of_the_wire_get_through(sizes: Sequence[int]) -> None:
+    async def run() -> None:
+        async with pair(sum(sizes)) as both:
+            offsets = np.cumsum([0, *sizes])
+            async with anyio.create_task_group() as tasks:
+                for room, size in enumerate(sizes):
+                    tasks.start_soon(both.hand_over, room, size, int(offsets[room]))
+            assert both.anomalies() == [{}, {}]
+
+    anyio.run(run)
+
+
+async def test_many_small_grants_at_once() -> None:
+    """Those beyond what may be sent at once come without their pages."""
+    size, num_rooms = 2_048, 2 * PAGES_INLINE_IN_ALL // 2_048
+    async with pair(size * num_rooms) as both:
+        async with anyio.create_task_group() as tasks:
+            for room in range(num_rooms):
+                tasks.start_soon(both.hand_over, room, size, room * size)
+        assert both.anomalies() == [{}, {}]
+
+
+async def test_as_many_separate_allocations_as_regions_are_possible() -> None:
+    """The staging memory of a rank is one more."""
+    memory = np.zeros((2, MAX_REGIONS, 2, 64), np.uint8)
+    memory[0, :, 0] = 7
+
+    def layout(side: int) -> KVLayout:
+        regions = [
+            Region("k", layer, memory[side, layer, 0].ctypes.data, 1, 64, 1, 64, (0, 1), 64, 64, "uint8")
+            for layer in range(MAX_REGIONS)
+        ]
+        return KVLayout((Component("kv", tuple(regions)),), "many")
+
+    async with (
+        kvflow.PrefillRank(prefill_config(None, backend="nixl", timeouts=PATIENT), layout(0)) as prefill,
+        kvflow.DecodeRank(decode_config(None, backend="nixl", timeouts=PATIENT), layout(1)) as decode,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def send() -> None:
+            async with prefill.send(1) as sender:
+                await sender.finish((0, 1), {"kv": [0]})
+
+        tasks.start_soon(send)
+        async with decode.receive(1, prefill=prefill.endpoint, tokens=(0, 1), pages={"kv": [0]}) as receiver:
+            await receiver.done()
+    assert (memory[1, :, 0] == 7).all()

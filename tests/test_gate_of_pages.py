@@ -1,0 +1,226 @@
+"""The gate for page tables: every honest grant gets through, whatever waits; what nobody asked for is a violation."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow import gate
+from kvflow.config import Limits
+from kvflow.errors import RemoteProtocolError
+from kvflow.gate import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, AdmittedGrant, GrantGate, GrantId
+from kvflow.wire import messages
+from kvflow.wire.messages import PAGE_BYTES, Grant, GrantedPages, PagesQuery, PeerId
+from tests.support.cores import grant, peer
+
+ROOMY: Final = Limits()
+MAX_PAGES: Final = 2**25
+PART: Final = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_parts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "PAGES_PER_PART", PART)
+        yield
+
+
+def gate_of(limits: Limits = ROOMY, has_place: Callable[[PeerId, int], bool] = lambda _peer, _size: True) -> GrantGate:
+    return GrantGate(limits, MAX_PAGES, has_place)
+
+
+def head(room: int, num_pages: int, **changes: object) -> Grant:
+    return grant(room, room, tokens=(0, num_pages), pages={}, num_pages={"kv": num_pages}, **changes)
+
+
+class Decode:
+    """An honest decode rank."""
+
+    def __init__(self, number: int) -> None:
+        self.peer = peer("decode", number)
+        self.connection = b"%d" % number
+        self.tables: dict[int, bytes] = {}
+
+    def id(self, room: int) -> GrantId:
+        return GrantId(self.peer, room, room)
+
+    def say(self, to: GrantGate, room: int, num_pages: int, now: float = 0.0) -> bool:
+        self.tables[room] = np.random.default_rng(room).permutation(num_pages).astype("<u4").tobytes()
+        return to.receive(self.connection, "principal", self.id(room), head(room, num_pages), now)
+
+    def answers(self, query: PagesQuery) -> list[GrantedPages]:
+        size = PAGE_BYTES * PART
+        table = self.tables[int(query.room)]
+        return [
+            GrantedPages(room=query.room, generation=query.generation, part=part, pages=table[part * size :][:size])
+            for part in range(query.start, query.stop)
+        ]
+
+
+def ask(of: GrantGate, *asked: Decode, now: float = 0.0) -> list[tuple[bytes, PagesQuery]]:
+    peers = {decode.connection: decode.peer for decode in asked}
+    return of.ask(now, peers.get)
+
+
+def num_parts(queries: list[tuple[bytes, PagesQuery]]) -> int:
+    return sum(query.stop - query.start for _, query in queries)
+
+
+def test_a_grant_is_admitted_when_its_last_part_has_arrived() -> None:
+    one, decode = gate_of(), Decode(0)
+    assert decode.say(one, 7, 2 * PART + 1)
+    ((connection, query),) = ask(one, decode)
+    assert (connection, query.start, query.stop) == (b"0", 0, 3)
+    first, second, third = decode.answers(query)
+    assert one.take(decode.id(7), third, 1.0) is None
+    assert one.take(decode.id(7), third, 1.0) is None
+    assert one.take(decode.id(7), first, 1.0) is None
+    admitted = one.take(decode.id(7), second, 1.5)
+    assert admitted is not None
+    assert admitted.grant.pages == {"kv": decode.tables[7]}
+    assert admitted.grant.num_pages == {}
+    assert admitted.grant.timeout_s == head(7, 1).timeout_s - 1.5
+    assert len(one) == 0
+
+
+def test_parts_under_way_are_bounded_and_decode_ranks_take_turns() -> None:
+    one, ranks = gate_of(), [Decode(number) for number in range(20)]
+    for decode in ranks:
+        for room in range(3):
+            decode.say(one, room, 5 * PART)
+    queries = ask(one, *ranks)
+    assert num_parts(queries) == PARTS_IN_ALL
+    of_each = [num_parts([query for query in queries if query[0] == decode.connection]) for decode in ranks]
+    assert max(of_each) <= PARTS_OF_ONE
+    assert min(of_each[: PARTS_IN_ALL // gate.PARTS_AT_ONCE]) >= 1
+    assert ask(one, *ranks) == []
+
+
+def test_silent_decode_ranks_hold_up_nobody_for_long() -> None:
+    one = gate_of()
+    silent = [Decode(number) for number in range(PARTS_IN_ALL // PARTS_OF_ONE)]
+    for decode in silent:
+        decode.say(one, 1, 100 * PART)
+    assert num_parts(ask(one, *silent)) == PARTS_IN_ALL
+    honest = Decode(99)
+    honest.say(one, 2, 10)
+    assert ask(one, *silent, honest) == []
+    assert b"99" in [connection for connection, _ in ask(one, *silent, honest, now=OVERDUE_S)]
+
+
+def test_a_repeated_grant_asks_again_for_what_is_overdue() -> None:
+    one, decode = gate_of(), Decode(0)
+    decode.say(one, 1, PART)
+    assert len(ask(one, decode)) == 1
+    decode.say(one, 1, PART, now=1.0)
+    assert ask(one, decode, now=1.0) == []
+    decode.say(one, 1, PART, now=OVERDUE_S)
+    ((_, query),) = ask(one, decode, now=OVERDUE_S)
+    (part,) = decode.answers(query)
+    assert one.take(decode.id(1), part, 3.0)
+
+
+def test_grants_wait_for_memory_and_are_not_refused() -> None:
+    one, decode = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0)
+    decode.say(one, 1, 2 * PART)
+    decode.say(one, 2, 2 * PART)
+    ((_, query),) = ask(one, decode)
+    assert query.room == 1
+    for part in decode.answers(query):
+        one.take(decode.id(1), part, 0.0)
+    ((_, query),) = ask(one, decode)
+    assert query.room == 2
+
+
+def test_grants_wait_until_they_could_be_kept() -> None:
+    free = [0]
+    one, decode = gate_of(has_place=lambda _peer, size: size <= free[0]), Decode(0)
+    decode.say(one, 1, PART)
+    assert ask(one, decode) == []
+    free[0] = PART * PAGE_BYTES
+    assert len(ask(one, decode)) == 1
+
+
+def test_what_was_not_asked_for_is_a_violation() -> None:
+    one, decode = gate_of(), Decode(0)
+    decode.say(one, 1, PART + 5)
+    part = GrantedPages(room=1, generation=1, part=0, pages=bytes(PART * PAGE_BYTES))
+    with pytest.raises(RemoteProtocolError, match="not asked for"):
+        one.take(decode.id(1), part, 0.0)
+    with pytest.raises(RemoteProtocolError, match="not asked for"):
+        one.take(decode.id(2), part, 0.0)
+    ask(one, decode)
+    wrong = GrantedPages(room=1, generation=1, part=1, pages=bytes(6 * PAGE_BYTES))
+    with pytest.raises(RemoteProtocolError, match="wrong size"):
+        one.take(decode.id(1), wrong, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        head(1, MAX_PAGES + 1),
+        head(1, 0),
+        grant(1, 1, pages={}, num_pages={"other": 1}),
+        grant(1, 1, pages={}, num_pages={"kv": 1, "other": 1}),
+    ],
+    ids=["too many pages", "none", "another component", "one more component"],
+)
+def test_a_grant_that_no_honest_peer_sends_is_a_violation(wrong: Grant) -> None:
+    with pytest.raises(RemoteProtocolError, match="number of pages"):
+        gate_of().receive(b"", "", GrantId(peer("decode"), 1, 1), wrong, 0.0)
+
+
+def test_the_largest_grant_is_received() -> None:
+    assert gate_of().receive(b"", "", GrantId(peer("decode"), 1, 1), head(1, MAX_PAGES), 0.0)
+
+
+def test_grants_of_others_and_late_ones_are_forgotten() -> None:
+    one, decode = gate_of(), Decode(0)
+    decode.say(one, 1, 9)
+    assert ask(one) == []
+    assert len(one) == 0
+    decode.say(one, 1, 9)
+    assert ask(one, decode, now=1e6) == []
+    assert len(one) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_honest_grant_gets_through(data: st.DataObject) -> None:
+    """Grants of several ranks, dropped ones included, with lost messages and little memory."""
+    most_bytes = 6 * PART * PAGE_BYTES
+    one = gate_of(Limits(pending_grant_bytes=most_bytes, pending_grants=6))
+    ranks = [Decode(number) for number in range(3)]
+    sizes = st.sampled_from([1, PART + 1, 3 * PART])
+    open_grants = {
+        (number, room): data.draw(sizes) for number in range(3) for room in range(data.draw(st.integers(1, 3)))
+    }
+    admitted: dict[tuple[int, int], AdmittedGrant] = {}
+    now = 0.0
+    for attempt in range(60):
+        now += OVERDUE_S
+        for (number, room), num_pages in open_grants.items():
+            if (number, room) not in admitted:
+                ranks[number].say(one, room, num_pages, now)
+        under_way = deque(ask(one, *ranks, now=now))
+        while under_way:
+            connection, query = under_way.popleft()
+            decode = ranks[int(connection)]
+            for part in decode.answers(query):
+                if attempt < 5 and data.draw(st.integers(0, 3)) == 0:
+                    continue  # lost
+                whole = one.take(decode.id(int(query.room)), part, now)
+                if whole is not None:
+                    admitted[int(connection), int(query.room)] = whole
+            under_way.extend(ask(one, *ranks, now=now))
+            assert num_parts(list(under_way)) <= PARTS_IN_ALL
+        if len(admitted) == len(open_grants):
+            break
+    assert admitted.keys() == open_grants.keys()
+    for (number, room), whole in admitted.items():
+        assert whole.grant.pages == {"kv": ranks[number].tables[room]}
+    assert len(one) == 0
