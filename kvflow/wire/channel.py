@@ -45,7 +45,7 @@ from kvflow.wire.sockets import (
     send,
     sockets,
 )
-from kvflow.wire.tcp import Tcp
+from kvflow.wire.tcp import Tcp, accept_connects, ignore_connects
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
 
@@ -56,8 +56,12 @@ DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 EVENTS: Final = ACCEPTED | DISCONNECTED
 """HANDSHAKE_FAILED_PROTOCOL is left out, as in `wire/dialer`."""
 
+GRACE_S: Final = 0.02
+"""How long messages may wait after a connection has ended before no further connection is accepted, in seconds."""
+
 MAX_PAUSE_S: Final = 2.0
-"""How long no connection is accepted at most while messages of connections that have ended are being read."""
+"""How long no connection is accepted at most while messages of connections that have ended are being read, in seconds.
+"""
 
 GIVEN_BACK_BYTES: Final = 8 * 2**20
 """The memory of more data than this, received before and read during a pause, is returned to the system."""
@@ -177,7 +181,8 @@ class ZmqListener:
         self._is_closed = False
         self._authenticator: ZapAuthenticator | None = None
         self._port = port
-        self._paused: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_paused = False
         self._read_before = 0
         try:
             if not trust.is_plain:
@@ -214,55 +219,46 @@ class ZmqListener:
             self._events = Inbox(sockets.make_monitor(self._socket, EVENTS, context), self._take_event)
             stack.callback(self._events.close, 0)
             stack.callback(self._socket.monitor, None, 0)
-            self._accept()
+            self._socket.setsockopt(zmq.USE_FD, self._fd)
+            self._socket.bind(self._address)
             stack.pop_all()
+        ports.add(self._fd)
         tcp = Tcp(self._socket, self._port, is_encrypted=self._authenticator is not None)
         self._intake = Intake(self._socket, tcp, self._on_refused, self._events.take_all)
         self._backlog = Backlog(tcp, self._intake.cut)
         self._routes = Routes()
         self._inbox = Inbox(self._socket, self._deliver, self._go_on_accepting, receive=self._receive)
 
-    def _accept(self) -> None:
-        """Start to accept connections, with the descriptor that libzmq then owns.
-
-        Raises:
-            zmq.ZMQError: The socket cannot be bound.
-        """
-        self._socket.setsockopt(zmq.USE_FD, self._fd)
-        self._socket.bind(self._address)
-        ports.add(self._fd)
+    def _look_for_leftovers(self) -> None:
+        """After a connection has ended, find out whether what it has left is read soon."""
+        if self._pause is None and self._inbox.has_messages():
+            self._pause = self._loop.call_later(GRACE_S, self._stop_accepting)
+            self._read_before = self._intake.num_bytes
+        self._inbox.look()
 
     def _stop_accepting(self) -> None:
-        """Let new connections wait in the kernel until everything received so far has been read.
+        """Let nobody connect until everything received so far has been read.
 
         What a connection leaves behind when it ends cannot be counted any more, so nobody may leave something behind
         again and again faster than it is read.
         """
-        if self._paused is None and self._inbox.has_messages():
-            self._paused = self._loop.call_later(MAX_PAUSE_S, self._go_on_accepting)
-            self._read_before = self._intake.num_bytes
-            ports.remove(self._fd)
-            self._socket.unbind(self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        self._is_paused = ignore_connects(self._port_fd)
+        self._pause = self._loop.call_later(MAX_PAUSE_S, self._go_on_accepting)
 
     def _go_on_accepting(self) -> None:
-        if self._paused is None:
+        if self._pause is None:
             return
-        self._paused.cancel()
-        self._paused = None
+        self._pause.cancel()
+        self._pause = None
+        if not self._is_paused:
+            return
+        self._is_paused = False
+        accept_connects(self._port_fd)
         if self._intake.num_bytes - self._read_before > GIVEN_BACK_BYTES:
             self._loop.run_in_executor(None, give_back_memory)
-        self._fd = os.dup(self._port_fd)
-        try:
-            self._accept()
-        except zmq.ZMQError as error:
-            os.close(self._fd)
-            self._on_refused("connection_refused", f"all new ones, because the port cannot be used: {error}")
-            self._paused = self._loop.call_later(MAX_PAUSE_S, self._go_on_accepting)
 
     def _close_socket(self) -> None:
-        if self._paused is not None:
-            self._paused.cancel()
-            self._paused = None
+        self._go_on_accepting()
         ports.remove(self._fd)  # libzmq closes it
         self._intake.close()
         self._socket.monitor(None, 0)
@@ -353,7 +349,7 @@ class ZmqListener:
         self._intake.forget(fd)
         self._backlog.forget(fd)
         self._routes.forget(fd)
-        self._stop_accepting()
+        self._look_for_leftovers()
         if is_refusal:
             self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
 

@@ -4,6 +4,7 @@ libzmq does not report how many bytes of a connection are waiting to be read or 
 acknowledged bytes. On systems other than Linux these counters are unknown.
 """
 
+import ctypes
 import os
 import select
 import socket
@@ -15,7 +16,7 @@ import zmq
 
 from kvflow.wire.sockets import ZmqSocket
 
-__all__ = ["CURVE_BYTES", "Tcp", "is_listener"]
+__all__ = ["CURVE_BYTES", "Tcp", "accept_connects", "ignore_connects", "is_listener"]
 
 CURVE_BYTES: Final = 33
 """Bytes that encryption adds to a message part: command name, nonce, authenticator and flags."""
@@ -31,6 +32,38 @@ BYTES_ACKED: Final = struct.Struct("=120xQ")
 
 BYTES_RECEIVED: Final = struct.Struct("=128xQ")
 """Offset of the number of bytes received."""
+
+
+SO_ATTACH_FILTER: Final = 26
+SO_DETACH_FILTER: Final = 27
+DROP_ALL: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+"""A packet filter of one instruction, "return 0", which drops every packet of a socket."""
+
+
+def ignore_connects(port_fd: int) -> bool:
+    """Drop all attempts to connect to a listening socket; return whether the system can do that.
+
+    The other end tries again after a second. Connections that exist are not affected. libzmq cannot stop accepting:
+    `unbind` also ends the connections that were accepted.
+    """
+    program = struct.pack("HL", 1, ctypes.addressof(DROP_ALL))
+    return _set_option(port_fd, SO_ATTACH_FILTER, program)
+
+
+def accept_connects(port_fd: int) -> None:
+    """Accept connections again."""
+    _set_option(port_fd, SO_DETACH_FILTER, bytes(4))
+
+
+def _set_option(fd: int, option: int, value: bytes) -> bool:
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        with socket.socket(fileno=os.dup(fd)) as own:
+            own.setsockopt(socket.SOL_SOCKET, option, value)
+    except OSError:
+        return False
+    return True
 
 
 def is_listener(zmq_socket: ZmqSocket) -> bool:

@@ -235,20 +235,24 @@ def test_a_connection_that_breaks_while_much_waits_ends_no_process(way: str) -> 
 
 
 async def test_nobody_is_accepted_while_what_others_have_left_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is connected already stays connected."""
     monkeypatch.setattr(channel, "MAX_PAUSE_S", 3_600.0)
-    with closing(Server()) as server, monkeypatch.context() as patched, ExitStack() as stack:
-        patched.setattr(Intake, "receive", take_nothing)
-        with RawZmtp(server.endpoint) as raw:
-            await anyio.to_thread.run_sync(send_mib, raw, 1)
-        await until(lambda: server.listener._paused)
-        late = stack.enter_context(closing(Client(server.endpoint)))
-        late.send(b"late")
-        await until(lambda: late.connection._line is not None)
-        assert not server.listener._intake._taken
-        patched.undo()
-        server.listener._inbox.take_soon()
-        await until(lambda: server.listener._paused is None)
-        await until(lambda: [b"late"] in [frames for _, frames in server.received])
+    with closing(Server()) as server, closing(Client(server.endpoint)) as early:
+        early.send(b"early")
+        await server.receive()
+        with monkeypatch.context() as patched:
+            patched.setattr(Intake, "receive", take_nothing)
+            with RawZmtp(server.endpoint) as raw:
+                await anyio.to_thread.run_sync(send_mib, raw, 1)
+            await until(lambda: server.listener._is_paused)
+            host, port = server.endpoint.removeprefix("tcp://").split(":")
+            with pytest.raises(TimeoutError):
+                socket.create_connection((host, int(port)), 0.3)
+            early.send(b"still here")
+        await until(lambda: [b"still here"] in [frames for _, frames in server.received])
+        await until(lambda: not server.listener._is_paused)
+        server.received.clear()
+        await still_served(server)
 
 
 async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +261,6 @@ async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.Monk
     with closing(Server()) as server:
         with RawZmtp(server.endpoint) as raw:
             await anyio.to_thread.run_sync(send_mib, raw, 1)
-        await until(lambda: server.listener._paused)
+        await until(lambda: server.listener._is_paused)
         with closing(Client(server.endpoint)):
             await until(lambda: server.listener._intake._taken)
