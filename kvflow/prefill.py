@@ -26,7 +26,7 @@ from kvflow.stages.agents import PeerAgents
 from kvflow.stages.authorization import Authorizer
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
-from kvflow.stages.grants import GrantCollector
+from kvflow.stages.grants import GrantCollector, RankMessage
 from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
 from kvflow.state import effects as ef
@@ -43,32 +43,19 @@ from kvflow.wire.codec import Reader, Unread, encode
 from kvflow.wire.hosts import host_of
 from kvflow.wire.messages import (
     MAX_DOMAIN_BYTES,
-    Ack,
-    Announce,
-    Cancel,
-    Decline,
     Failure,
     Goodbye,
     Grant,
-    GrantedPages,
     Hello,
     Message,
-    Ping,
-    Pong,
     RankRecord,
     Refuse,
-    SlotReleased,
 )
 from kvflow.wire.reading import OrderedReading
 from kvflow.wire.rejections import RejectionLimiter
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]
-
-RankMessage = (
-    Hello | Goodbye | Refuse | Announce | Grant | GrantedPages | Decline | Ack | Cancel | SlotReleased | Ping | Pong
-)
-"""Messages from decode ranks."""
 
 Request = RankMessage | DirectoryMessage
 REQUESTS: Final[Reader[Request]] = Reader(Request)
@@ -387,9 +374,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         is_too_much = self._authorizer.is_too_much(connection, unread)
         if not is_too_much and not self._is_dropped(connection, unread):
             self._reading.take(connection, unread)
-        elif unread.is_long or (is_too_much and unread.kind is not Hello):
-            is_hello = unread.kind is Hello
-            self._rejections.add(connection, len(unread.data), is_repeated=is_hello)  # it was received and decrypted
+        elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
+            self._rejections.add(connection, len(unread.data), is_repeated=unread.kind is Hello)
 
     def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
@@ -407,18 +393,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._take_for_directory(connection, message, num_bytes)
             return
         denied = self._authorizer.denial(connection, message)
-        if not denied and isinstance(message, Grant | GrantedPages | Cancel | Decline):
-            try:
-                if self._grants.take(connection, message):
-                    return
-            except RemoteProtocolError as error:
-                self._reject(connection, error, num_bytes)
+        try:
+            if not denied and self._grants.take(connection, message):
                 return
-        if isinstance(message, Hello):
-            principal = self._authorizer.principal_of(connection)
-            self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
-        else:
-            self.dispatch(ev.MessageArrived(connection, message, denied))
+        except RemoteProtocolError as error:
+            self._reject(connection, error, num_bytes)
+            return
+        principal = self._authorizer.principal_of(connection) if isinstance(message, Hello) else ""
+        self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
 
     @override
     def _handle(self, event: ev.PrefillEvent) -> Sequence[ef.PrefillEffect]:

@@ -8,9 +8,28 @@ from kvflow.gate import GrantGate, GrantId
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.wire.messages import Cancel, Decline, Grant, GrantedPages, Message
+from kvflow.wire.messages import (
+    Ack,
+    Announce,
+    Cancel,
+    Decline,
+    Goodbye,
+    Grant,
+    GrantedPages,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refuse,
+    SlotReleased,
+)
 
-__all__ = ["GrantCollector"]
+__all__ = ["GrantCollector", "RankMessage"]
+
+RankMessage = (
+    Hello | Goodbye | Refuse | Announce | Grant | GrantedPages | Decline | Ack | Cancel | SlotReleased | Ping | Pong
+)
+"""Messages from decode ranks."""
 
 
 class GrantCollector:
@@ -36,7 +55,7 @@ class GrantCollector:
         self._gate = GrantGate(limits, core.max_pages, core.has_place)
         self._is_asking_soon = False
 
-    def take(self, connection: bytes, message: Grant | GrantedPages | Cancel | Decline) -> bool:
+    def take(self, connection: bytes, message: RankMessage) -> bool:
         """Take a message if it belongs to a grant that is not complete, and so is not for the core.
 
         Returns:
@@ -45,6 +64,8 @@ class GrantCollector:
         Raises:
             RemoteProtocolError: No honest peer sends this message.
         """
+        if not isinstance(message, Grant | GrantedPages | Cancel | Decline):
+            return False
         peer, now = self._core.peer_at(connection), self._context.now()
         if peer is None:
             return isinstance(message, GrantedPages)

@@ -229,7 +229,7 @@ class MessageArrived(msgspec.Struct, frozen=True):
             capability for the room. Empty if it is authorised.
         principal: For a Hello, the authenticated identity of the sender, independent of the names in the message; empty
             if the rank does not require keys.
-        num_bytes: Size of a Hello.
+        num_bytes: Size of the message.
         was_new: True for a Grant that was new when it arrived, and whose pages have arrived since.
     """
 
