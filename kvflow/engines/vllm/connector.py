@@ -276,6 +276,8 @@ def _refuse_unserved(config: Any, options: Options) -> None:
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
         "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        # Prefill would have to leave out several tokens, whose drafts it cannot verify.
+        "speculation with several MTP modules": getattr(config, "num_prefill_lookahead_tokens", 0) > 1,
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:

@@ -63,7 +63,7 @@ def test_series_are_filled() -> None:
     assert Stats.of(sent).reduce()["Failures"] == "not_granted"
 
 
-def test_sleep_mode_is_refused() -> None:
+def test_what_would_corrupt_caches_is_refused() -> None:
     """VLLM 0.33 asks the connector; 0.32 does not."""
     parallel = SimpleNamespace(
         data_parallel_size=1,
@@ -71,9 +71,13 @@ def test_sleep_mode_is_refused() -> None:
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
     )
-    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=False))
+    model = SimpleNamespace(enable_sleep_mode=False)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model, num_prefill_lookahead_tokens=1)
     connector._refuse_unserved(config, Options())
-    config.model_config.enable_sleep_mode = True
+    config.num_prefill_lookahead_tokens = 3
+    with pytest.raises(ConfigError, match="several MTP modules"):
+        connector._refuse_unserved(config, Options())
+    config.num_prefill_lookahead_tokens, model.enable_sleep_mode = 1, True
     with pytest.raises(ConfigError, match="sleep mode"):
         connector._refuse_unserved(config, Options())
     assert not connector.KvflowConnector.supports_sleep_mode(None)
