@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from typing import Any
 
 import anyio
@@ -32,6 +33,7 @@ class OwnedTasks:
     async def open(self) -> None:
         """Start the host task."""
         opened = anyio.Event()
+        self._home = copy_context()
         self._host = asyncio.create_task(self._hold(opened))
         try:
             await opened.wait()
@@ -40,9 +42,13 @@ class OwnedTasks:
             raise
 
     def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Start a task that runs until it ends or `close` ends it. Does nothing after a crash."""
+        """Start a task that runs until it ends or `close` ends it. Does nothing after a crash.
+
+        The caller may be a callback that another thread has scheduled, with that thread's context: if sniffio is
+        installed, anyio would not find its event loop there.
+        """
         if not self._has_crashed:
-            self._group.start_soon(self._run, run, args)
+            self._home.copy().run(self._group.start_soon, self._run, run, args)
 
     def fail(self, error: Exception) -> None:
         """Crash with an error from outside the tasks; if the group is not open yet, do so once it is."""

@@ -1,8 +1,11 @@
 """Background tasks of an object that is opened and closed like a file."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -272,3 +275,23 @@ async def test_what_fails_before_the_tasks_are_open_ends_them_then() -> None:
     assert recorder.crashes == [error]
     with pytest.raises(ExceptionGroup):
         await recorder.tasks.close()
+
+
+async def test_a_callback_of_another_thread_starts_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If sniffio is installed, as with many HTTP clients, anyio finds its event loop in a context variable only."""
+    library: ContextVar[str] = ContextVar("library")
+    library.set("asyncio")
+    sniffio = SimpleNamespace(current_async_library=library.get, AsyncLibraryNotFoundError=LookupError)
+    monkeypatch.setattr("anyio._core._eventloop.sniffio", sniffio)
+    started, failed = asyncio.Event(), list[Exception]()
+    tasks = OwnedTasks(failed.append)
+    await tasks.open()
+
+    async def run() -> None:
+        started.set()
+
+    thread = threading.Thread(target=asyncio.get_running_loop().call_soon_threadsafe, args=(tasks.start, run))
+    thread.start()
+    await asyncio.wait_for(started.wait(), 10)
+    thread.join()
+    await tasks.close()
