@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from kvflow.directory.client import RegistryClient
+from kvflow.directory.client import CONNECTED, RegistryClient
 from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
 from kvflow.state.decode.handshake import MAX_LOOKUPS
@@ -65,6 +65,8 @@ class Directories:
         self._on_refused = on_refused
         self._trust = trust
         self._registry = None
+        self._endpoint = registry
+        self._registry_obstacle = ""
         if registry is not None:
             self._registry = RegistryClient(
                 registry,
@@ -72,7 +74,7 @@ class Directories:
                 context,
                 self._take_named,
                 keys=trust.for_registry(),
-                on_obstacle=functools.partial(on_refused, None),
+                on_obstacle=self._take_registry_obstacle,
             )
 
     def __len__(self) -> int:
@@ -141,6 +143,16 @@ class Directories:
                 return
             del self._at[instance]
             client.close()
+
+    def _take_registry_obstacle(self, detail: str, is_short: bool) -> None:
+        if detail != self._registry_obstacle:
+            is_there = detail == CONNECTED
+            if not is_there:
+                self._log.warning("registry_unreachable", registry=self._endpoint, detail=detail)
+            elif self._registry_obstacle:
+                self._log.info("registry_reached", registry=self._endpoint)
+            self._registry_obstacle = "" if is_there else detail
+        self._on_refused(None, detail, is_short)
 
     def _take_named(self, name: str | None, records: tuple[RankRecord, ...], number: int) -> None:
         if name is not None:

@@ -251,7 +251,7 @@ class ZmqConnection:
         self._resolving: asyncio.Future[set[int]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._on_obstacle = on_obstacle
-        self._obstacle = ""
+        self._found: Diagnosis | None = None
         self._diagnosing: asyncio.Task[None] | None = None
         self._diagnosis_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -316,7 +316,10 @@ class ZmqConnection:
             self._refuse(f"key {own} of this process is not listed in `peers` there")
         elif failure is _Failure.MISFIT:
             self._redial_later(RECONNECT_MAX_MS)
-            self._diagnose_later(0.0)
+            if self._found is not None and self._found.is_refusal:
+                self._on_refused(self._found.detail)
+            elif self._found is None or not self._found.detail:
+                self._diagnose_later(0.0)
         elif failure is _Failure.HUNG_UP and self._keys is not None:
             self._try_next_key(self._keys)
 
@@ -346,10 +349,7 @@ class ZmqConnection:
         self._diagnosing = None
         if self._line is not None and self._line.is_made:
             return
-        if found.is_refusal:
-            self._on_refused(found.detail)
-        else:
-            self._tell_obstacle(found)
+        self._tell_obstacle(found)
 
     def _stop_diagnosing(self) -> None:
         if self._diagnosis_timer is not None:
@@ -359,8 +359,10 @@ class ZmqConnection:
             self._diagnosing = None
 
     def _tell_obstacle(self, found: Diagnosis) -> None:
-        if found.detail != self._obstacle:
-            self._obstacle = found.detail
+        is_news, self._found = found != self._found, found
+        if is_news and found.is_refusal:
+            self._on_refused(found.detail)
+        elif is_news:
             self._on_obstacle(found.detail, found.is_short)
 
     # Attempts --------------------------------------------------------------------------------------------------------

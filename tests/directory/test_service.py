@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmana
 import anyio.lowlevel
 import pytest
 
-from kvflow.directory import Registry, RegistryClient, client, service
+from kvflow.directory import Directories, Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.trust import Trust
@@ -400,3 +400,19 @@ async def test_wildcard_is_served_under_the_name_that_is_advertised() -> None:
         assert registry.endpoint.startswith("tcp://localhost:")
         with client_of(registry.endpoint, record()) as seeker:
             assert await seeker.look_up() == (record(),)
+
+
+async def test_a_decode_rank_says_that_its_registry_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialer, "DIAGNOSE_AFTER_S", 0.0)
+    endpoint = unused()
+    with printed() as lines:
+        log = get_logger()
+        directories = Directories(endpoint, log, reading_context(log), lambda *_: None)
+        with closing(directories):
+            directories.look_up("prefill", 1)
+            await until(lambda: lines.named("registry_unreachable"))
+            async with Registry(endpoint):
+                await until(lambda: lines.named("registry_reached"))
+    (unreachable,) = lines.named("registry_unreachable")
+    assert unreachable["registry"] == endpoint
+    assert "connection refused" in str(unreachable["detail"])

@@ -31,7 +31,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "drained_is_said_before_posts_end": 13,
         "posting_goes_on_after_the_end": "kvflow-plan-that-comes-late",
         "goodbye_is_a_proof": 68,
-        "death_is_always_a_proof": 115,
+        "death_is_always_a_proof": 186,
         "pages_that_are_held_are_taken_again": 0,
         "silence_is_a_proof": 8,
         "doubt_is_an_end": 110,
