@@ -7,14 +7,16 @@ from typing import Generic, TypeVar
 __all__ = ["Turns"]
 
 Key = TypeVar("Key", bound=Hashable)
+Waiting = TypeVar("Waiting", bound=Hashable)
 
 
 class Turns(Generic[Key]):
     """Attempts in progress. None of their owners, such as hosts, may have more than is left for the others.
 
-    Whoever answers ends its turn at once. An attempt that has lasted for longer than a turn makes way for those that
-    wait, in the order in which they came. So those that never answer delay the others by a turn or a few, and do not
-    keep them out.
+    Whoever answers ends its turn at once. When no place is left, an attempt that has lasted for longer than a turn
+    makes way for one whose owner would not have more places than the loser's has. Owners wait in a line, and the
+    attempts of each in another one. So those that never answer delay the others by a turn or a few, and do not keep
+    them out.
 
     Args:
         places: Maximum number of attempts at the same time.
@@ -26,7 +28,8 @@ class Turns(Generic[Key]):
         self._turn_s = turn_s
         self._held: OrderedDict[Key, tuple[tuple[str, ...], float]] = OrderedDict()
         self._taken: dict[tuple[int, str], int] = {}
-        self._line: OrderedDict[Key, float] = OrderedDict()
+        self._owners: OrderedDict[str, float] = OrderedDict()
+        self._waiting: dict[str, OrderedDict[Key, float]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -36,55 +39,77 @@ class Turns(Generic[Key]):
 
         Args:
             key: The attempt. If it has no place, ask again soon.
-            owners: Its owners, always as many and in the same order: each has its own share.
+            owners: Its owners, always as many and in the same order: each has its own share. The first one waits.
             now: The time.
         """
         if key in self._held:
             return True, None
         loser = None
-        if not self._has_place(owners, None):
+        if max(map(self._number, enumerate(owners))) >= self._places - len(self._held):
             loser = self._make_way(key, owners, now)
             if loser is None:
                 return False, None
             self.end(loser)
-        self._line.pop(key, None)
+        self._wait_no_more(key, owners[0])
         self._held[key] = owners, now
         self._count(owners, 1)
         return True, loser
 
     def end(self, key: Key) -> None:
-        """End an attempt, whether it has a place or waits for one."""
-        self._line.pop(key, None)
+        """End an attempt, if it has a place."""
         if key in self._held:
             owners, _ = self._held.pop(key)
             self._count(owners, -1)
 
     def _make_way(self, key: Key, owners: tuple[str, ...], now: float) -> Key | None:
         """Return the oldest attempt that must make way for this one; None if it must wait."""
-        self._line[key] = now  # a key that waits keeps its position
+        line = self._waiting.setdefault(owners[0], OrderedDict())
+        line[key] = self._owners[owners[0]] = now  # who waits already keeps the position
         lapsed = [other for other, (_, since) in self._held.items() if now >= since + self._turn_s]
+        if not self._is_next(self._owners, owners[0], len(lapsed), now):
+            return None
+        own = sum(self._held[other][0][0] == owners[0] for other in lapsed)
+        if not self._is_next(line, key, max(own, 1), now):
+            return None
+        return next((other for other in lapsed if self._is_fair(owners, self._held[other][0])), None)
+
+    def _is_fair(self, owners: tuple[str, ...], losers: tuple[str, ...]) -> bool:
+        left = set(enumerate(losers))
+        most = max(self._number(owner) + 1 - (owner in left) for owner in enumerate(owners))
+        return most <= max(map(self._number, left))
+
+    def _is_next(self, line: OrderedDict[Waiting, float], key: Waiting, places: int, now: float) -> bool:
+        """Return whether there are enough places for those that wait before a key, and for itself."""
         position, gone = 0, []
-        for waiting, asked_at in self._line.items():
-            if waiting == key or position >= len(lapsed):
+        for other, asked_at in line.items():
+            if other == key or position >= places:
                 break
             if now >= asked_at + self._turn_s:
-                gone.append(waiting)
+                gone.append(other)
             else:
                 position += 1
-        for waiting in gone:
-            del self._line[waiting]
-        if position >= len(lapsed):
-            return None
-        return next((other for other in lapsed if self._has_place(owners, self._held[other][0])), None)
+        for other in gone:
+            del line[other]
+            if line is self._owners:
+                self._waiting.pop(str(other), None)
+        return position < places
+
+    def _wait_no_more(self, key: Key, owner: str) -> None:
+        """Remove an attempt from its line; its owner goes to the end of the other one, or leaves it."""
+        line = self._waiting.get(owner)
+        if line is None:
+            return
+        line.pop(key, None)
+        if line:
+            self._owners.move_to_end(owner)
+        else:
+            del self._waiting[owner], self._owners[owner]
+
+    def _number(self, owner: tuple[int, str]) -> int:
+        return self._taken.get(owner, 0)
 
     def _count(self, owners: tuple[str, ...], change: int) -> None:
         for owner in enumerate(owners):
             taken = self._taken.pop(owner, 0) + change
             if taken:
                 self._taken[owner] = taken
-
-    def _has_place(self, owners: tuple[str, ...], leaving: tuple[str, ...] | None) -> bool:
-        """Return whether there is a place for an attempt, once one of other owners has left."""
-        left = set(enumerate(leaving or ()))
-        free = self._places - len(self._held) + bool(left)
-        return all(self._taken.get(owner, 0) - (owner in left) < free for owner in enumerate(owners))

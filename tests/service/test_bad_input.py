@@ -197,7 +197,7 @@ async def test_registry_that_is_not_there(free_port: int) -> None:
     async with kvflow.DecodeRank(config, make_pool().layout) as rank:
         failure = await catch(lambda: _receive(rank))
         assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-        assert "the registry does not answer" in failure.detail
+        assert f"the registry at tcp://127.0.0.1:{free_port} does not answer" in failure.detail
 
 
 async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
@@ -215,11 +215,11 @@ async def test_prefill_rank_that_registered_and_died(free_port: int) -> None:
         client.send(encode(Register(record=record, lease_s=10.0)))
         await answered.wait()
         client.close()
-        config = decode_config(registry.endpoint, timeouts=Timeouts(handshake_s=0.5))
+        config = decode_config(registry.endpoint, timeouts=Timeouts(handshake_s=2.0))
         async with kvflow.DecodeRank(config, make_pool().layout) as rank:
             failure = await catch(lambda: _receive(rank))
     assert (failure.reason, failure.stage) == (FailureReason.UNREACHABLE, Stage.BOOTSTRAP)
-    assert f"rank prefill/0 at tcp://127.0.0.1:{free_port} does not answer" in failure.detail
+    assert f"rank prefill/0 at tcp://127.0.0.1:{free_port}: connection refused" in failure.detail
 
 
 def _other_model() -> Pool:
@@ -276,7 +276,7 @@ async def test_more_rooms_than_allowed() -> None:
         async with anyio.create_task_group() as tasks, request.receiver() as receiver:
             with pytest.raises(CapacityExceeded) as caught:
                 await other.receive()
-            assert caught.value.values == {"limit": 1}
+            assert caught.value.values == {"limit": 1, "setting": "limits.transfers"}
             tasks.start_soon(request.send)
             await receiver.done()
         await undisturbed(deployment)

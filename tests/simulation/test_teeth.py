@@ -50,7 +50,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "pages_are_given_back_while_they_are_scattered": 82,
         "slots_are_free_as_soon_as_their_write_has_ended": 12,
         "slots_of_writes_that_linger_are_used_again": "kvflow-slot-of-a-lingering-write",
-        "slots_are_not_asked_for": 65,
+        "slots_are_not_asked_for": 109,
         "windows_of_the_lost_go_to_others_without_a_proof": "kvflow-window-of-a-dead-rank",
         "tickets_are_good_for_any_process": "kvflow-ticket-of-the-process-before",
         "goodbye_is_said_first_and_proofs_after_it_are_dropped": 158,
