@@ -34,7 +34,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "death_is_always_a_proof": 186,
         "pages_that_are_held_are_taken_again": 0,
         "silence_is_a_proof": 8,
-        "doubt_is_an_end": 110,
+        "doubt_is_an_end": 171,
         "written_is_delivered": 0,
         "receivers_have_no_deadline": 2,
         "senders_have_no_deadline": 6,
@@ -82,7 +82,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
 )
 """What finds each fault: the first seed that does, or a scenario if that takes too many seeds."""
 
-NEARBY: Final = range(100)
+NEARBY: Final = range(200)
 """Seeds to try if the one above misses its fault because the code has changed its draws."""
 
 DRAWN: Final = range(320)
