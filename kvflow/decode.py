@@ -579,6 +579,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._proofs.probe(effect)
             case ef.WaitForFence():
                 self._proofs.fence(effect)
+            case ef.WaitForLanding():
+                self._proofs.await_landing(effect)
             case ef.CountAnomaly():
                 self._count_anomaly(effect)
             case ef.LogEvent():

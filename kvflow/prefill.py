@@ -304,7 +304,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.PostPiece(piece):
                 self._planning.post_piece(piece)
             case ef.Reply(connection, message):
-                self._send(connection, message)
+                self._send(connection, self._submit.with_ends(self._core.peer_at(connection), message))
             case ef.ReportGranted(room, wanted):
                 if (sender := self._transfers.get(room)) is not None:
                     sender.report_granted(wanted)

@@ -35,16 +35,16 @@ def check_shortage(number: int | None) -> None:
     Raises:
         Shortage: It does.
     """
-    if number in SHORTAGES:
+    if number is not None and number in SHORTAGES:
         raise Shortage("this process is short of a resource", detail=_describe(number))
 
 
 def with_shortage(text: str) -> str:
     """Add to the error text of a library that this process has no descriptors left, if so."""
     try:
-        descriptors.fill()
-    except Shortage as error:
-        return f"{text}; {error}"
+        os.close(_open())
+    except OSError as error:
+        return f"{text}; {_describe(error.errno or 0)}"
     return text
 
 
@@ -124,7 +124,7 @@ class Reserve:
         taken: list[int] = []
         try:
             while len(self._kept) + len(taken) < max(self._size, needed):
-                taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                taken.append(_open())
         except OSError as error:
             if len(self._kept) + len(taken) < needed:
                 for fd in taken:
@@ -138,6 +138,10 @@ class Reserve:
             os.close(fd)
         self._kept.clear()
         self._lock = threading.Lock()
+
+
+def _open() -> int:
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _num_open() -> str:

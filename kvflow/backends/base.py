@@ -290,22 +290,34 @@ class Backend(abc.ABC):
         A prefill rank sends it to decode ranks, which pass it to `outlast`. Called after `register`.
 
         Returns:
-            At most 256 bytes, equal for two endpoints in the same scope. Empty (the default) if there is no such scope
-            or it does not matter.
+            At most 256 bytes that a peer's `outlast` understands. Empty (the default) if there is no such scope or it
+            does not matter.
         """
         return b""
 
-    async def outlast(self, domain: bytes) -> bool:
-        """Wait until no write from already-ended processes of a domain can still land here.
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        """Return this side's ends of sound connections to a peer: those of lingering writes are not among them.
+
+        A prefill rank sends them to the decode rank, which passes them to `outlast`.
+
+        Returns:
+            For each connection its address and port in network byte order. Empty by default.
+        """
+        return ()
+
+    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+        """Wait until no ended write from processes of a domain can still land here.
 
         Args:
-            domain: The result of `domain` in the ended process; not trusted.
+            domain: The result of `domain` in the writing process; not trusted.
+            ends: None if the process has ended. Otherwise its `ends_to` this endpoint, not trusted: all of its writes
+                over other connections have ended, some of which linger.
 
         Returns:
             True once nothing can land any more, or False if that can never be known. The default returns
-            `capabilities.ends_with_process`.
+            `capabilities.ends_with_process` for an ended process, and False for others.
         """
-        return self.capabilities.ends_with_process
+        return ends is None and self.capabilities.ends_with_process
 
     @abc.abstractmethod
     async def aclose(self) -> None:

@@ -345,8 +345,12 @@ class RankEndpoint(Backend):
         return self._shared.inner.domain()
 
     @override
-    async def outlast(self, domain: bytes) -> bool:
-        return await self._shared.inner.outlast(domain)
+    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+        return await self._shared.inner.outlast(domain, ends)
+
+    @override
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        return self._shared.inner.ends_to(peer)
 
     @override
     async def aclose(self) -> None:

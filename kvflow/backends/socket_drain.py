@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 import anyio
 
-from kvflow.backends.sockets import Connections
+from kvflow.backends.sockets import Connections, Elsewhere
 from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError, Shortage
 from kvflow.resources import check_shortage
@@ -29,10 +29,11 @@ class SocketDrainCheck:
 
     Args:
         of_domain: Check only connections with processes of the same `kernel_domain`; see `Connections`.
+        elsewhere: Check only these connections; see `Connections`.
     """
 
-    def __init__(self, *, of_domain: bool = False) -> None:
-        self._of_domain = of_domain
+    def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
+        self._list = functools.partial(Connections, of_domain=of_domain, elsewhere=elsewhere)
         self._looking = anyio.Lock()
         self._num_asked = 0
         self._num_answered = 0
@@ -58,7 +59,7 @@ class SocketDrainCheck:
             with suppress(BackendError, Shortage):  # this time
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
-                    connections = await _look(functools.partial(Connections, of_domain=self._of_domain))
+                    connections = await _look(self._list)
                     asked, pause_s = now_asked, LOOK_S
                 if await _look(connections.are_dry):
                     return asked

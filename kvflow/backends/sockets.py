@@ -22,27 +22,49 @@ import sys
 import termios
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from kvflow.wire.hosts import is_own_address
 
-__all__ = ["Connections", "Row", "address_of", "is_wet", "kernel_domain", "listening_ports", "remote_ends"]
+__all__ = [
+    "Connections",
+    "Elsewhere",
+    "Row",
+    "address_of",
+    "domain_of_host",
+    "host_addresses",
+    "hosts_of",
+    "is_same_kernel",
+    "is_wet",
+    "kernel_domain",
+    "listening_ports",
+    "remote_ends",
+]
 
 TABLES: Final = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 LOCAL_TABLE: Final = Path("/proc/self/net/unix")
 DESCRIPTORS: Final = Path("/proc/self/fd")
 BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 NETWORK: Final = Path("/proc/self/ns/net")
+FIB: Final = Path("/proc/self/net/fib_trie")
+IF_INET6: Final = Path("/proc/self/net/if_inet6")
 LISTENS: Final = "0A"
 MAY_BRING_MORE: Final = ("01", "03")
 """States of a connection whose far end has not closed it, as far as the near end can tell."""
+
+HALF_CLOSED: Final = ("04", "05")
+"""States of a connection that only this end has closed. It brings more only while a process holds it."""
 
 CLOSED_BY_PEER: Final = "08"
 """State of a connection whose far end has closed. The data left to read ends with the end of file."""
 
 MAPPED: Final = "0000000000000000FFFF0000"
 """Prefix of an IPv4 address in the kernel's table of IPv6 connections."""
+
+MAX_DOMAIN_BYTES: Final = 256
+"""As in `Backend.domain`; a host with too many addresses gives none."""
 
 Ends = tuple[str, str]
 
@@ -75,6 +97,86 @@ def kernel_domain() -> str:
     return f"{BOOT.read_text('ascii').strip()}/{network.st_dev}:{network.st_ino}"
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """Connections of a library with processes of another kernel or network namespace.
+
+    Attributes:
+        inodes: Sockets of the library.
+        ports: Ports on which it has accepted connections.
+        hosts: Only connections with these hosts count; empty for all.
+        spared: Remote ends of connections that do not count, see `Backend.ends_to`.
+    """
+
+    inodes: frozenset[int]
+    ports: frozenset[int]
+    hosts: frozenset[bytes] = frozenset()
+    spared: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def of(
+        cls, sockets: tuple[frozenset[int], frozenset[int], frozenset[bytes]], domain: bytes, ends: Collection[bytes]
+    ) -> "Elsewhere":
+        """Return the connections with a process.
+
+        Args:
+            sockets: Inodes, ports and remote hosts of the library so far.
+            domain: The `domain_of_host` of the process. Its addresses are used only if one of them has been seen here:
+                otherwise another address stands for them, such as that of a NAT.
+            ends: Remote ends of connections that do not count.
+        """
+        inodes, ports, seen = sockets
+        hosts = hosts_of(domain)
+        return cls(inodes, ports, hosts if hosts & seen else frozenset(), frozenset(ends))
+
+    def includes(self, row: Row) -> bool:
+        """Return whether a near end belongs to such a connection."""
+        if row.inode not in self.inodes and int(_port(row.ends[0]), 16) not in self.ports:
+            return False
+        host = address_of(_host(row.ends[1]))
+        end = host + int(_port(row.ends[1]), 16).to_bytes(2, "big")
+        return end not in self.spared and (not self.hosts or host in self.hosts)
+
+
+def domain_of_host() -> bytes:
+    """Return this process's `kernel_domain` and the addresses of its host, see `Backend.domain`.
+
+    Raises:
+        OSError: The kernel does not show them.
+    """
+    hosts = ",".join(sorted(host.hex() for host in host_addresses()))
+    domain = f"{kernel_domain()} {hosts}".encode()
+    return domain if len(domain) <= MAX_DOMAIN_BYTES else kernel_domain().encode()
+
+
+def is_same_kernel(domain: bytes, other: bytes) -> bool:
+    """Return whether two results of `domain_of_host` are of the same kernel and network namespace."""
+    return domain.partition(b" ")[0] == other.partition(b" ")[0]
+
+
+def hosts_of(domain: bytes) -> frozenset[bytes]:
+    """Return the host addresses in a result of `domain_of_host`, which is not trusted; empty if there are none."""
+    try:
+        return frozenset(bytes.fromhex(host) for host in domain.partition(b" ")[2].decode().split(",") if host)
+    except ValueError:
+        return frozenset()
+
+
+def host_addresses() -> frozenset[bytes]:
+    """Return the addresses of this host in its network namespace, in network byte order, without loopback.
+
+    Raises:
+        OSError: The kernel does not show them.
+    """
+    lines = FIB.read_text("ascii").splitlines()
+    found = [
+        bytes(map(int, before.split()[-1].split("."))) for before, line in pairwise(lines) if "/32 host LOCAL" in line
+    ]
+    if IF_INET6.exists():
+        found += [bytes.fromhex(line.split()[0]) for line in IF_INET6.read_text("ascii").splitlines()]
+    return frozenset(address for address in found if address[0] != 127 and address != bytes(15) + b"\1")
+
+
 class Connections:
     """The current connections from other processes; `are_dry` reports when they can deliver nothing more.
 
@@ -83,13 +185,23 @@ class Connections:
     Args:
         of_domain: Take only connections with processes of the same `kernel_domain`, whichever side opened them. Unread
             ends of file are then ignored, because an engine may keep such connections for long.
+        elsewhere: Take only these connections, of those whose far ends cannot be seen.
 
     Raises:
         OSError: The kernel does not show the connections.
     """
 
-    def __init__(self, *, of_domain: bool = False) -> None:
+    def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
         rows, sockets = _rows(), _sockets()
+        self._counts_end = not of_domain
+        if elsewhere is not None:
+            seen = {row.ends for row in rows}
+            self._wet = [
+                row.ends
+                for row in rows
+                if row.state != LISTENS and row.ends[::-1] not in seen and elsewhere.includes(row)
+            ]
+            return
         ports = {_port(row.ends[0]) for row in rows if row.state == LISTENS and row.inode in sockets}
         mine = [
             row.ends
@@ -100,7 +212,6 @@ class Connections:
             own = {host for host in {_host(far) for _, far in mine} if is_own_address(address_of(host))}
             mine = [ends for ends in mine if _host(ends[1]) in own]
         self._wet = mine
-        self._counts_end = not of_domain
 
     def are_dry(self) -> bool:
         """Check again, and return whether each connection has been dry since the first check. Takes milliseconds.
@@ -130,7 +241,8 @@ def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> boo
         counts_end: Count an end of file as data to read.
     """
     num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
-    return num_unread > 0 or (row.state in MAY_BRING_MORE and far.get(row.ends[::-1], 1) > 0)
+    may_bring_more = row.state in MAY_BRING_MORE or (row.state in HALF_CLOSED and row.inode > 0)
+    return num_unread > 0 or (may_bring_more and far.get(row.ends[::-1], 1) > 0)
 
 
 def listening_ports() -> frozenset[int]:

@@ -371,6 +371,7 @@ class PeerProofs:
     def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
         self._context = context
         self._backend = backend
+        self._landing: set[tuple[PeerId, int]] = set()
 
     def probe(self, effect: ef.ProbePeer) -> None:
         """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
@@ -382,6 +383,20 @@ class PeerProofs:
         Dispatches FenceImpossible if that can never be known.
         """
         self._context.start_task(self._fence, effect)
+
+    def await_landing(self, effect: ef.WaitForLanding) -> None:
+        """Wait until nothing that the peer has in flight for a transfer can land, and dispatch Landed, if ever."""
+        key = (effect.peer, effect.drained.generation)
+        if key not in self._landing:
+            self._landing.add(key)
+            self._context.start_task(self._await_landing, effect, key)
+
+    async def _await_landing(self, effect: ef.WaitForLanding, key: tuple[PeerId, int]) -> None:
+        drained = effect.drained
+        has_landed = await self._backend.outlast(drained.in_flight, drained.ends)
+        self._landing.discard(key)
+        if has_landed:
+            self._context.dispatch(ev.Landed(effect.peer, drained.room, drained.generation))
 
     async def _probe(self, effect: ef.ProbePeer) -> None:
         timeout_s = self._context.config.timeouts.lease_s

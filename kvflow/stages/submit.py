@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvflow.aio.pulse import Pulse
 from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
@@ -13,7 +15,7 @@ from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import Notice
+from kvflow.wire.messages import Drained, Message, Notice, PeerId
 
 __all__ = ["Submit"]
 
@@ -66,6 +68,12 @@ class Submit:
     def may_still_land(self) -> bool:
         """Whether a post is in flight or has lingered, so that bytes may still land. Also valid for a broken rank."""
         return self._has_lingered or bool(self._posts)
+
+    def with_ends(self, peer: PeerId | None, message: Message) -> Message:
+        """Add to a Drained with bytes in flight the connections to the peer over which there are none."""
+        if peer is None or not isinstance(message, Drained) or not message.in_flight:
+            return message
+        return replace(message, ends=self._backend.ends_to(self._agents.of(peer)))
 
     def close(self) -> None:
         """Stop measuring posts that do not end. May be called twice."""

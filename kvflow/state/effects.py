@@ -14,7 +14,7 @@ from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.room import RoomId
 from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
+from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
 
 __all__ = [
     "AdmitChunks",
@@ -47,6 +47,7 @@ __all__ = [
     "SendMessage",
     "VerifyDigests",
     "WaitForFence",
+    "WaitForLanding",
     "WatchNotices",
     "WrittenBy",
     "YieldTurn",
@@ -265,6 +266,17 @@ class WaitForFence(msgspec.Struct, frozen=True):
     domain: bytes = b""
 
 
+class WaitForLanding(msgspec.Struct, frozen=True):
+    """Wait until nothing that a living process has in flight for a transfer can still land, then report Landed.
+
+    Attributes:
+        drained: Its message, which says where to look.
+    """
+
+    peer: PeerId
+    drained: Drained
+
+
 class WatchNotices(msgspec.Struct, frozen=True):
     """Make the transport poll for notices at a high rate, or at a low one."""
 
@@ -392,6 +404,7 @@ DecodeEffect = (
     | Disconnect
     | ProbePeer
     | WaitForFence
+    | WaitForLanding
     | WatchNotices
     | VerifyDigests
     | ScatterStaged

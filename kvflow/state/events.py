@@ -44,6 +44,7 @@ __all__ = [
     "InstanceAddress",
     "InstanceFound",
     "InstanceRef",
+    "Landed",
     "LayersReady",
     "LeaseStarted",
     "LookUpRefused",
@@ -563,6 +564,14 @@ class PeerFenced(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
+class Landed(msgspec.Struct, frozen=True):
+    """Nothing that a prefill rank had in flight for a transfer can still land."""
+
+    peer: PeerId
+    room: RoomId
+    generation: int
+
+
 class FenceImpossible(msgspec.Struct, frozen=True):
     """The transport cannot tell when the writes of a terminated process have landed."""
 
@@ -667,6 +676,7 @@ DecodeEvent = (
     | NoticeDelivered
     | ProbeFinished
     | PeerFenced
+    | Landed
     | FenceImpossible
     | DigestsVerified
     | Scattered

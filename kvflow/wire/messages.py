@@ -609,11 +609,19 @@ class Ack(Message, frozen=True, tag="ack"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Decode -> prefill: stop sending, and send Drained once nothing can be written for this generation any more."""
+    """Decode -> prefill: stop sending, and send Drained once nothing can be written for this generation any more.
+
+    Attributes:
+        room: The room of the transfer.
+        generation: Its generation.
+        failure: Why it ended.
+        has_landed: What was in flight has landed, or cannot any more.
+    """
 
     room: WireRoom
     generation: Number
     failure: Failure
+    has_landed: bool = False
 
 
 class Drained(Message, frozen=True, tag="drained"):
@@ -624,12 +632,18 @@ class Drained(Message, frozen=True, tag="drained"):
         generation: Its generation.
         engine_rank: Engine rank of the sender.
         failure: Why the transfer ended, if the sender knows; repeats a Failed that may have been lost.
+        in_flight: If not empty, the sender writes nothing more, but bytes of failed writes may still land, and this is
+            where they can be seen (`kvflow.backends.base.Backend.domain`). The receiver answers with Cancel when none
+            can land any more.
+        ends: Over which connections none of them is in flight, see `kvflow.backends.base.Backend.ends_to`.
     """
 
     room: WireRoom
     generation: Number
     engine_rank: Count
     failure: Failure | None = None
+    in_flight: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
+    ends: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=18)], ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Failed(Message, frozen=True, tag="failed"):

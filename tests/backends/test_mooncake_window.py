@@ -1,5 +1,6 @@
 """The window of writes to one peer, over a fake engine whose results the test sets."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,12 @@ class Engine:
         self.states: dict[int, int] = {}
         self.refuse_from: int | None = None
         self.is_opening = False
+
+    aborted_at = float("-inf")
+
+    def abort(self, session: str) -> None:
+        assert session == "peer:1"
+        self.aborted_at = time.monotonic()
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         assert session == "peer:1"

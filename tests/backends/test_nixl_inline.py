@@ -12,9 +12,10 @@ import anyio.lowlevel
 import pytest
 
 from kvflow.backends.base import PostEnded
+from kvflow.backends.library_sockets import find_epolls
 from kvflow.backends.nixl import NixlBackend
 from kvflow.backends.nixl.agent import NixlAgent
-from kvflow.backends.nixl.arrivals import Arrivals, find_epolls
+from kvflow.backends.nixl.arrivals import Arrivals
 from tests.backends.endpoints import copies, open_endpoints, same
 from tests.support.waiting import until
 

@@ -10,6 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
+from kvflow.backends import library_sockets
 from kvflow.backends.nixl import NixlBackend, outgoing
 from kvflow.backends.nixl import agent as nixl_agent
 from kvflow.backends.nixl.agent import MAX_KEPT
@@ -205,7 +206,8 @@ async def test_connections_to_the_address_of_a_live_peer_are_left_alone_until_it
     """A peer can claim the address of another one for its agents."""
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     shut_down: list[object] = []
-    monkeypatch.setattr(outgoing, "_shut_down", functools.partial(record_and_call, shut_down, outgoing._shut_down))
+    closing = functools.partial(record_and_call, shut_down, library_sockets.shut_down)
+    monkeypatch.setattr(outgoing, "shut_down", closing)
     async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name()]) as (live,):
         await source.backend.connect(live.name, live.metadata)
         before = num_files()

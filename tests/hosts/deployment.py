@@ -7,6 +7,7 @@ they answer. It talks to them through pipes, which network faults do not affect.
 import contextlib
 import io
 import logging
+import signal
 import sys
 import threading
 import time
@@ -112,6 +113,14 @@ class Process:
         """Kill the process with SIGKILL, as the kernel's OOM killer does."""
         self._process.kill()
         self._end()
+
+    def suspend(self) -> None:
+        """Stop the process with SIGSTOP."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue the process."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self, timeout_s: float = 30.0) -> lines.Closed:
         """Make the worker close its rank in an orderly way, and exit.

@@ -74,6 +74,24 @@ def kill(deployment: Deployment, duration_s: float) -> float:
     return _restart(deployment, prepared)
 
 
+def stop_decode(deployment: Deployment, duration_s: float) -> float:
+    """Suspend the decode process for some time."""
+    return _stop(deployment, deployment.decode, duration_s)
+
+
+def stop_prefill(deployment: Deployment, duration_s: float) -> float:
+    """Suspend the prefill process for some time."""
+    return _stop(deployment, deployment.prefill, duration_s)
+
+
+def _stop(deployment: Deployment, process: Process, duration_s: float) -> float:
+    started = deployment.mark(f"{process.role} stopped")
+    process.suspend()
+    deployment.run_until(started + duration_s)
+    process.resume()
+    return deployment.mark(f"{process.role} continues")
+
+
 def power_off(deployment: Deployment, duration_s: float) -> float:
     """Power off prefill's host, and bring it back with the same address and a new prefill process."""
     off = deployment.mark("host of prefill off")
@@ -151,6 +169,8 @@ FAULTS: Final[Mapping[str, Callable[[Deployment, float], float]]] = MappingProxy
         "half-open-registry": half_open_registry,
         "half-open-data": half_open_data,
         "kill": kill,
+        "stop-decode": stop_decode,
+        "stop-prefill": stop_prefill,
         "power-off": power_off,
         "late-landing": late_landing,
         "restart": restart,

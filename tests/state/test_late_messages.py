@@ -296,7 +296,8 @@ def test_a_notice_of_a_transfer_that_failed_is_answered_with_cancel(transfer: Tr
     for rank, sender in enumerate((PREFILL, OTHER)):
         transfer.core.hear(sender, Drained(room=ROOM, generation=1, engine_rank=rank))
     effects = transfer.core.hear(PREFILL, transfer.said)
-    assert messages(effects, Cancel) == [(PREFILL, Cancel(room=ROOM, generation=1, failure=ABORTED))]
+    cancel = Cancel(room=ROOM, generation=1, failure=ABORTED, has_landed=True)
+    assert messages(effects, Cancel) == [(PREFILL, cancel)]
 
 
 def test_failed_of_a_transfer_that_succeeded_is_answered_with_ack(transfer: Transfer) -> None:

@@ -3,11 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import WaitForFence
+from kvflow.state.effects import WaitForFence, WaitForLanding
 from kvflow.state.quarantine import NO_MEMORY, Footprint, ProofKind, Quarantine
 from kvflow.wire.messages import Cancel, Drained, Failed, Pong
 from tests.support.cores import (
@@ -320,3 +321,33 @@ def test_time_after_the_end_of_a_process_counts_only_where_the_deployment_knows_
 
 def test_a_prefill_rank_waits_for_its_own_writes(prefill: PrefillDriver) -> None:
     assert prefill.core.missing_proofs(ROOM) == [(str(DECODE), "", ProofKind.WRITE_END)]
+
+
+def test_what_a_living_rank_has_in_flight_is_waited_for_and_then_it_answers_with_drained() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    core(request())
+    core(ev.ReceiveAborted(ROOM, ABORTED))
+    in_flight = replace(DRAINED, in_flight=b"a kernel", ends=(b"end",))
+    effects = core(ev.MessageReceived(PREFILL, in_flight))
+    assert of_kind(effects, WaitForLanding) == [WaitForLanding(PREFILL, in_flight)]
+    assert reports(effects) == []
+    effects = core(ev.Landed(PREFILL, ROOM, 1))
+    assert [message.has_landed for _, message in messages(effects, Cancel) if isinstance(message, Cancel)] == [True]
+    assert reports(core(ev.MessageReceived(PREFILL, DRAINED))) == [("aborted", "safe")]
+
+
+@pytest.mark.parametrize("domain", [b"", b"a kernel"])
+def test_a_rank_whose_writes_linger_says_where_and_drains_only_once_they_have_landed(domain: bytes) -> None:
+    core = PrefillDriver(domain=domain)
+    core.connect()
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant())
+    core(chunk(0, 8, last=True))
+    end(core, 0, failure=BROKEN, lingers=True)
+    said = messages(core.hear(DECODE, CANCEL), Drained)
+    assert [message.in_flight for _, message in said if isinstance(message, Drained)] == ([domain] if domain else [])
+    assert len(core.core.rooms.unfenced) == 1
+    said = messages(core.hear(DECODE, replace(CANCEL, has_landed=True)), Drained)
+    assert [message.in_flight for _, message in said if isinstance(message, Drained)] == [b""]
+    assert not core.core.rooms.unfenced

@@ -134,6 +134,7 @@ class PrefillDriver:
         in_band_notices: Whether its transport delivers notices in band.
         max_descriptor_bytes: Limit of its transport.
         continues: Send `TurnContinued` as soon as the core asks for it; otherwise the test does.
+        domain: Where its bytes in flight can be seen.
     """
 
     def __init__(
@@ -147,10 +148,12 @@ class PrefillDriver:
         in_band_notices: bool = True,
         max_descriptor_bytes: int | None = None,
         continues: bool = True,
+        domain: bytes = b"",
     ) -> None:
         self.me = me
         self.side = side or layout()
         settings = PrefillSettings(
+            domain=domain,
             timeouts=timeouts or Timeouts(),
             limits=limits or Limits(),
             layout=self.side,

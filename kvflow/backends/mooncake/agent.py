@@ -6,6 +6,7 @@ from typing import Final
 
 from kvflow.backends.base import PostEnded
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.library_sockets import CHECK_S
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.engine import WritingEngine
@@ -28,6 +29,9 @@ MAX_DEPARTED: Final = 32
 REPLACEMENTS_AT_ONCE: Final = 8
 REPLACEMENTS_PER_S: Final = 1 / 15
 """Limits on replacing engines, per principal: destroying one holds the GIL for a second."""
+
+MAX_ENDS: Final = 64
+"""Maximum number of connections that are listed for a peer."""
 
 CLOSE_POLL_S: Final = 1e-3
 
@@ -79,6 +83,7 @@ class Agent:
         self._replacements = RateLimiter[str](REPLACEMENTS_AT_ONCE, REPLACEMENTS_PER_S)
         self._cell = cell = IncarnationCell()
         self._engines: list[WritingEngine] = []
+        self._silence_at = 0.0
         self._senders: dict[str, WritingEngine] = {}  # by principal
         self._target = self._start_engine()
         self.address = EndpointAddress(name, protocol, self._target.session, cell.incarnation, cell.address)
@@ -98,6 +103,36 @@ class Agent:
         """Return the engine of a peer's connection if posts are in flight on it, else None."""
         connection = self._connections.get(peer)
         return connection.engine if connection is not None and connection.is_active else None
+
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        """Return the local ends of the sound connections to a peer, see `Backend.ends_to`."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            return ()
+        sockets = connection.engine.sockets
+        ends = sockets.local_ends(sockets.watched())
+        return ends if len(ends) <= MAX_ENDS else ()
+
+    def library_sockets(self) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
+        """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far."""
+        self._silence_at = 0.0
+        self._close_silent()  # notes the latest ones
+        inodes, ports, hosts = set[int](), set[int](), set[bytes]()
+        for sockets in (engine.sockets for engine in self._engines):
+            inodes |= sockets.watched().keys()
+            ports |= sockets.ports
+            hosts |= sockets.hosts
+        return frozenset(inodes), frozenset(ports), frozenset(hosts)
+
+    def _close_silent(self) -> None:
+        now = time.monotonic()
+        if now < self._silence_at:
+            return
+        self._silence_at = now + CHECK_S
+        for engine in self._engines:
+            for address, silent_s in engine.sockets.close_silent():
+                engine.aborted_at = time.monotonic()
+                self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
 
     def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Return the engine to connect a peer through; call `give_back` afterwards.
@@ -169,6 +204,7 @@ class Agent:
 
     def poll(self) -> bool:
         """Handle ended transfers, and start those that fit into the windows. Always returns True."""
+        self._close_silent()
         for connection in self._all_connections():
             if connection.is_active:
                 connection.poll()

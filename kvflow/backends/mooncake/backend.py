@@ -33,7 +33,7 @@ measured; there, bytes of a failed post may always linger.
 import dataclasses
 import functools
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar, get_args
 
@@ -43,6 +43,7 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.library_sockets import CHECK_S, SILENT_S
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
@@ -60,6 +61,7 @@ from kvflow.backends.mooncake.library import (
 )
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.backends.socket_drain import SocketDrainCheck
+from kvflow.backends.sockets import Elsewhere, domain_of_host, is_same_kernel
 from kvflow.errors import BackendError, ConfigError
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -113,7 +115,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         environment: Variables to set before the library is loaded, unless they are set already. The library's log is
             silenced unless MC_LOG_LEVEL asks for more than errors.
         window: Maximum number of descriptors in flight to one peer.
-        busy_interval_s: Seconds between polls while something is in flight; otherwise there are no polls.
+        busy_interval_s: Seconds between polls while something is in flight; otherwise only connections are checked.
         connect_timeout_s: How long a peer may take to answer the first contact; by default as long as its handshake may
             take.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the engine, which stops them.
@@ -152,7 +154,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             queue_pairs=protocol == "rdma",
             descriptor_overhead_s=TCP_DESCRIPTOR_OVERHEAD_S if protocol == "tcp" else 0.0,
         )
-        super().__init__(PollIntervals(busy_interval_s, busy_interval_s, None), close_timeout_s)
+        super().__init__(PollIntervals(busy_interval_s, busy_interval_s, CHECK_S), close_timeout_s)
         self._is_host_given = host is not None
         self._settings = EngineSettings(host or LOCAL_HOST, protocol, tuple(devices), metadata_server)
         self._environment = environment
@@ -177,7 +179,7 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
     def _create_agent(self, agent_name: str, delivery: Delivery) -> Agent:
         library = Library(environment_for(self._settings, self._environment))
         protocol = self._settings.protocol
-        timeout_s = shortest_timeout_s() if protocol == "tcp" else 0.0
+        timeout_s = min(shortest_timeout_s(), SILENT_S / 2) if protocol == "tcp" else 0.0
         start = functools.partial(Engine, library, self._settings)
         return Agent(
             agent_name,
@@ -207,18 +209,36 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         owner.submit(functools.partial(agent.post, post_id, peer.name, descriptors))
 
     @override
-    async def outlast(self, domain: bytes) -> bool:
-        """Implement the contract for TCP and host memory. For device memory, data may be read but not yet copied.
-
-        A connection whose far end is on another host is only known to be dry once it is closed. So if other processes
-        keep connections from other hosts open, this waits for those, too.
-        """
+    def domain(self) -> bytes:
+        """Name the kernel, network namespace and addresses, if the kernel shows all data in flight here."""
         is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
         if self._settings.protocol != "tcp" or not is_on_host:
+            return b""
+        try:
+            return domain_of_host()
+        except OSError:
+            return b""
+
+    @override
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        return () if self._agent is None else self._agent.ends_to(peer)
+
+    @override
+    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+        """Implement the contract for TCP and host memory. For device memory, data may be read but not yet copied.
+
+        A connection whose far end is on another host is only known to be dry once it is closed.
+        """
+        own = self.domain()
+        if not own or (ends is not None and not domain):
             return False
         try:
-            await self._socket_drain.wait()
-        except OSError as error:
+            drain = self._socket_drain
+            if domain and not is_same_kernel(domain, own):
+                sockets = await self._call(lambda agent: agent.library_sockets())
+                drain = SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends or ()))
+            await drain.wait()
+        except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("mooncake_connections_unknown", detail=str(error))
             return False
         return True

@@ -6,14 +6,17 @@ if a name is None. Here, an engine is initialised when it is created, 0 is an er
 
 import abc
 import json
+import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from typing_extensions import override
 
+from kvflow.backends.library_sockets import LibrarySockets, find_epolls
 from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
@@ -40,11 +43,15 @@ class WritingEngine(abc.ABC):
         num_departed: Closed connections that wrote through it.
         is_worn_out: It must not be used for new peers.
         num_contacts: Calls inside `contact` that have not returned. The native engine lives at least as long.
+        aborted_at: When connections were last aborted, in monotonic seconds.
+        sockets: Its connections.
     """
 
     session: str
 
     def __init__(self) -> None:
+        self.aborted_at = float("-inf")
+        self.sockets = LibrarySockets(())
         self.num_users = 0
         self.num_departed = 0
         self.is_worn_out = False
@@ -64,6 +71,11 @@ class WritingEngine(abc.ABC):
             with self._lock:
                 self.num_contacts -= 1
                 self._num_opening -= is_opening
+
+    def abort(self, session: str) -> None:
+        """Abort the connections to the host of a peer, so that the peer sees the end of what is in flight over them."""
+        self.aborted_at = time.monotonic()
+        self.sockets.abort_to(session.rpartition(":")[0])
 
     @property
     def is_used(self) -> bool:
@@ -154,7 +166,9 @@ class Engine(WritingEngine):
         self._is_tcp = settings.protocol == "tcp"
         self._opened: set[str] = set()
         name = settings.host if settings.is_peer_to_peer else f"kvflow-{secrets.token_hex(8)}"
-        self._native: Any = start_native(library, name, settings)
+        self._native: Any = None
+        self._native, self._epolls = find_epolls(lambda: start_native(library, name, settings))
+        self.sockets = LibrarySockets(self._epolls)
         self.session = settings.session(int(self._native.get_rpc_port())) if settings.is_peer_to_peer else name
         try:
             if settings.protocol == "rdma":
@@ -230,6 +244,9 @@ class Engine(WritingEngine):
         native, self._native = self._native, None
         if native is None:
             return
+        self.sockets = LibrarySockets(())
+        for fd in self._epolls:
+            os.close(fd)
         with self._library.silence():
             native.batch_unregister_memory(self._addresses)
             del native

@@ -37,7 +37,16 @@ Row = tuple[int, int, int]
 
 
 class Writer(Protocol):
-    """The part of an engine that a connection uses."""
+    """The part of an engine that a connection uses.
+
+    Attributes:
+        aborted_at: When connections were last aborted, in monotonic seconds.
+    """
+
+    aborted_at: float
+
+    def abort(self, session: str) -> None:
+        """Abort the connections to a peer, so that the peer sees the end of what is in flight over them."""
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         """Start a write. Return its id, or 0 if it was refused."""
@@ -193,7 +202,10 @@ class PeerConnection(Generic[AnyWriter]):
             post.num_running -= 1
         if status != DONE:
             took_s = time.monotonic() - transfer.since
-            is_timeout = status != FAILED or took_s >= self._timeout_s
+            was_aborted = transfer.since <= self.engine.aborted_at
+            is_timeout = status != FAILED or took_s >= self._timeout_s or was_aborted
+            if is_timeout and not was_aborted:
+                self.engine.abort(self._session)
             post.lingers = post.lingers or is_timeout
             reason = "it timed out" if is_timeout else "the peer refused it or closed the connection"
             post.error = post.error or f"write failed after {took_s:.3f} s: {reason}"

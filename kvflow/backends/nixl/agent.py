@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.library_sockets import CHECK_S
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
@@ -99,6 +100,7 @@ class NixlAgent:
         self._num_posts = 0
         self._is_watching = False
         self._left_open = StaleConnections()
+        self._silence_at = 0.0
         self._agents = NativeAgents(api, name, plugin, plugin_options)
 
     @property
@@ -229,6 +231,7 @@ class NixlAgent:
         self._finish_disconnecting()
         self._remove_former()
         self._look_at_left_open()
+        self._close_silent()
         return bool(notices) or len(self._running) != num_running
 
     def close(self, timeout_s: float) -> None:
@@ -437,6 +440,34 @@ class NixlAgent:
         sockets = self._agents.outgoing(connection.agent)
         is_written = connection.is_written
         self._left_open.add(connection.peer, sockets, connection.opened, shut_from=shut_from, is_written=is_written)
+
+    def library_sockets(self) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
+        """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far."""
+        self._silence_at = 0.0
+        self._close_silent()  # notes the latest ones
+        inodes, ports, hosts = set[int](), set[int](), set[bytes]()
+        for agent in self._agents:
+            sockets = self._agents.outgoing(agent)
+            inodes |= sockets.watched().keys()
+            ports |= sockets.ports
+            hosts |= sockets.hosts
+        return frozenset(inodes), frozenset(ports), frozenset(hosts)
+
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        """Return the local ends of the sound connections to a peer, see `Backend.ends_to`."""
+        connection = self._connections.get(peer)
+        if connection is None or connection.has_failed:
+            return ()
+        return self._agents.outgoing(connection.agent).local_ends(connection.opened)
+
+    def _close_silent(self) -> None:
+        now = time.monotonic()
+        if now < self._silence_at:
+            return
+        self._silence_at = now + CHECK_S
+        for agent in self._agents:
+            for address, silent_s in self._agents.outgoing(agent).close_silent():
+                self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
 
     def _look_at_left_open(self) -> None:
         now = time.monotonic()

@@ -10,19 +10,10 @@ watches those.
 """
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-__all__ = ["Arrivals", "find_epolls"]
-
-Made = TypeVar("Made")
-
-DESCRIPTORS: Final = Path("/proc/self/fd")
-DETAILS: Final = Path("/proc/self/fdinfo")
-EPOLL: Final = "anon_inode:[eventpoll]"
+__all__ = ["Arrivals"]
 
 PAUSE_S: Final = 1e-3
 """Pause after a poll that found nothing, in case a descriptor stays readable."""
@@ -32,7 +23,7 @@ class Arrivals:
     """Calls a function as soon as data has arrived. Create it on the event loop.
 
     Args:
-        epolls: Descriptors from `find_epolls`; close them only after this object.
+        epolls: Descriptors from `kvflow.backends.library_sockets.find_epolls`; close them only after this object.
         poll: Called on the event loop; returns whether it found anything.
     """
 
@@ -60,35 +51,3 @@ class Arrivals:
     def _go_on(self, fd: int) -> None:
         self._pauses[fd] = None
         self._loop.add_reader(fd, self._look, fd)
-
-
-def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
-    """Create an agent, and find the epoll instances that it has created for its sockets.
-
-    Returns:
-        The agent, and duplicated descriptors of the instances, owned by the caller; none if the system does not list
-        them. An instance created by another thread at the same time may be included.
-    """
-    if sys.platform != "linux":
-        return make(), ()
-    before = _epolls()
-    made = make()
-    new = _epolls().keys() - before.keys()
-    return made, tuple(os.dup(fd) for fd in sorted(new) if not _watched_by(fd) & new)
-
-
-def _epolls() -> dict[int, None]:
-    found: dict[int, None] = {}
-    for entry in DESCRIPTORS.iterdir():
-        try:
-            if str(entry.readlink()) == EPOLL:
-                found[int(entry.name)] = None
-        except OSError:  # closed in the meantime
-            continue
-    return found
-
-
-def _watched_by(fd: int) -> set[int]:
-    """Return the descriptors watched by an epoll instance."""
-    lines = (DETAILS / str(fd)).read_text().splitlines()
-    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}

@@ -12,7 +12,8 @@ Properties of the library determine the design:
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
 * Data that a process has written over TCP may land after its death, when the receiver next polls. Data copied on the
   same host does not, because the writer itself moves the bytes. Between processes on the same kernel, the kernel shows
-  when the last bytes have landed, whichever path they took (`paths`).
+  when the last bytes have landed, whichever path they took (`paths`). Between hosts, connections are seen to end
+  (`kvflow.backends.library_sockets`).
 * UCX drops its same-host lanes under peer error handling. One option brings back copies from process to process.
   Another would bring back shared-memory queues and halve the latency, but a process that is killed while it writes to
   such a queue blocks it for all other processes forever: measured after 22 and 125 kills, and never in 550 without it.
@@ -39,7 +40,7 @@ from kvflow.backends.nixl.paths import can_be_seen, describe_paths, may_use_rdma
 from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import kernel_domain
+from kvflow.backends.sockets import Elsewhere, domain_of_host, is_same_kernel
 from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
 from kvflow.geometry.layout import MemoryKind
@@ -193,30 +194,44 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
 
     @override
     def domain(self) -> bytes:
-        """Name the kernel and network namespace, if the kernel shows all data in flight to and from this process."""
+        """Name the kernel, network namespace and addresses, if the kernel shows all data in flight here."""
         is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
         if not is_on_host or not can_be_seen(self._plugin, self._plugin_options):
             return b""
         try:
-            return kernel_domain().encode()
+            return domain_of_host()
         except OSError as error:
             get_logger(backend=self.name).info("kernel_domain_unknown", detail=str(error))
             return b""
 
     @override
-    async def outlast(self, domain: bytes) -> bool:
-        """Implement the contract for processes of this domain: the kernel shows both ends of their connections.
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        return () if self._agent is None else self._agent.ends_to(peer)
 
-        Connections with processes elsewhere are ignored.
+    @override
+    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+        """Implement the contract for host memory.
+
+        On one kernel, it shows both ends of the connections. Connections with another host must be closed and read.
         """
-        if self.capabilities.ends_with_process:
+        if ends is None and self.capabilities.ends_with_process:
             return True
-        if not domain or domain != self.domain():
+        own = self.domain()
+        if not domain or not own:
             return False
         try:
-            await self._socket_drain.wait()
+            if is_same_kernel(domain, own):
+                await self._socket_drain.wait()
+            else:
+                sockets = await self._call(_sockets_of)
+                await SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends or ())).wait()
             await self._call(lambda agent: agent.poll())  # after this poll, everything that was read has been stored
         except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))
             return False
         return True
+
+
+def _sockets_of(agent: NixlAgent) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
+    agent.poll()  # the library accepts what has arrived
+    return agent.library_sockets()

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvflow.backends.library_sockets import find_epolls
 from kvflow.backends.metadata import RegisteredMemory
-from kvflow.backends.nixl.arrivals import find_epolls
 from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError

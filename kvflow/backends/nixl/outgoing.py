@@ -18,22 +18,15 @@ belongs to a connected peer, or whose peer is known to write here.
 Source: nixl 1.5.1 (UCX 1.23) on Linux.
 """
 
-import errno
-import os
-import re
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
+from kvflow.backends.library_sockets import INTERNET, MAPPED, LibrarySockets, opened, shut_down
 from kvflow.backends.sockets import listening_ports, remote_ends
 
 __all__ = ["ANSWER_S", "Address", "InUse", "OutgoingSockets", "StaleConnections"]
-
-DETAILS: Final = Path("/proc/self/fdinfo")
-WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
-"""Matches a descriptor that an epoll instance watches, and its inode."""
 
 ANSWER_S: Final = 1.0
 """Seconds a peer has to answer the first connection before that connection is shut down."""
@@ -47,16 +40,11 @@ RETRY_S: Final = 10e-3
 RARELY_S: Final = 0.5
 """Seconds between checks while no connection may be shut down."""
 
-MAPPED: Final = bytes(10) + b"\xff\xff"
-"""Prefix of an IPv6 address that maps an IPv4 address."""
-
-INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
-
 Address = tuple[bytes, int]
 """Remote address of a connection: the host in network byte order, and the port."""
 
 
-class OutgoingSockets:
+class OutgoingSockets(LibrarySockets):
     """The TCP connections that one NIXL agent has opened and not yet closed.
 
     Args:
@@ -64,44 +52,32 @@ class OutgoingSockets:
     """
 
     def __init__(self, epolls: Collection[int]) -> None:
-        self._epolls = tuple(epolls)
+        super().__init__(epolls)
         self._own_ports = _own_ports() if self._epolls else frozenset[int]()
         self._known: dict[int, Address | None] = {}
 
     def now(self) -> dict[int, Address]:
         """Return the remote address of each open connection, by inode."""
-        watched = self._watched()
+        watched = self.watched()
         unknown = {inode: fd for inode, fd in watched.items() if inode not in self._known}
         self._known = {inode: self._known[inode] for inode in watched if inode in self._known} | self._look_up(unknown)
         return {inode: address for inode, address in self._known.items() if address is not None}
 
     def shut_down(self, inodes: Iterable[int]) -> None:
         """Shut connections down, so that UCX closes them when it next makes progress. Closed ones are ignored."""
-        watched = self._watched()
+        watched = self.watched()
         for inode in inodes:
-            found = _dup(watched[inode], inode) if inode in watched else None
-            if found is not None:
-                with found:
-                    _shut_down(found)
-
-    def _watched(self) -> dict[int, int]:
-        """Return the descriptors of any kind that UCX watches, by inode."""
-        try:
-            texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
-        except OSError:  # closed with the agent, or not supported by this system
-            return {}
-        return {int(inode, 16): int(fd) for text in texts for fd, inode in WATCHED.findall(text)}
+            with opened(watched.get(inode, -1), inode) as found:
+                if found is not None:
+                    shut_down(found)
 
     def _look_up(self, unknown: Mapping[int, int]) -> dict[int, Address | None]:
         """Return the remote addresses of connections, by inode; None for non-sockets and for accepted connections."""
         ends: dict[int, Address | None] = dict.fromkeys(unknown)
         connecting = []
         for inode, fd in unknown.items():
-            found = _dup(fd, inode)
-            if found is None:
-                continue
-            with found:
-                if found.family in INTERNET and found.getsockname()[1] not in self._own_ports:
+            with opened(fd, inode) as found:
+                if found is not None and found.family in INTERNET and found.getsockname()[1] not in self._own_ports:
                     ends[inode] = _other_end(found)
                     if ends[inode] is None:
                         connecting.append(inode)
@@ -219,29 +195,6 @@ class StaleConnections:
         self._left = [left for left in self._left if left not in over]
         self._look_at = min((left.look_at for left in self._left), default=float("inf"))
         self.peers = frozenset(left.peer for left in self._left if left.quiet_from is None)
-
-
-def _dup(fd: int, inode: int) -> socket.socket | None:
-    """Duplicate a socket's descriptor; None if it is not a socket, or was closed by another thread in the meantime."""
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return None
-    try:
-        if os.fstat(copy).st_ino == inode:
-            return socket.socket(fileno=copy)
-    except OSError:  # not a socket
-        pass
-    os.close(copy)
-    return None
-
-
-def _shut_down(found: socket.socket) -> None:
-    try:
-        found.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        if error.errno != errno.ENOTCONN:  # the connection has already ended
-            raise
 
 
 def _other_end(found: socket.socket) -> Address | None:

@@ -187,9 +187,7 @@ class DecodeCore:
             case ev.RoutesCompiled():
                 return self.instances.compiled(event, now)
             case ev.ConnectFailed():
-                self.peers.open_failed(event.peer)
-                self.instances.connect_failed(event)
-                return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
+                return self._connect_failed(event)
             case ev.ConnectionObstructed():
                 return self.instances.obstructed(event)
             case ev.ConnectionRefused():
@@ -204,6 +202,8 @@ class DecodeCore:
                 return self._process_ended(event.peer, now) if event.is_gone else effects
             case ev.PeerFenced():
                 return self._fenced(event.peer, now)
+            case ev.Landed():
+                return self.rooms.landed(event)
             case ev.FenceImpossible():
                 self.peers.fence_impossible(event.peer)
                 return []
@@ -245,11 +245,13 @@ class DecodeCore:
             effects = [*self.rooms.peer_back(peer), *self.instances.back(peer, now)]
         return [*effects, *self._obey(peer, message, now)]
 
-    def _obey(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:
+    def _obey(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:  # noqa: C901 - one a message
         """Handle a message of a rank. Proofs count in every state of the handshake."""
         match message:
             case Notice():
                 return self.rooms.notice(message, peer, now)
+            case Drained() if message.in_flight:
+                return self.rooms.in_flight(peer, message)
             case Drained():
                 answered = self.instances.decline_answered(peer, message, now)
                 return [*answered, *self.rooms.drained(peer, message, now)]
@@ -306,6 +308,11 @@ class DecodeCore:
         return [*effects, *self.peers.close(peer)]  # no message follows a Goodbye
 
     # Peers -----------------------------------------------------------------------------------------------------------
+
+    def _connect_failed(self, event: ev.ConnectFailed) -> list[DecodeEffect]:
+        self.peers.open_failed(event.peer)
+        self.instances.connect_failed(event)
+        return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
 
     def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Probe a rank whose connection broke, and send it nothing new until it is heard from."""

@@ -41,6 +41,9 @@ class RankProgress:
         token: Token that its notices must carry.
         ranges: Wanted tokens by component.
         tally: Counters of the transfer, which this object updates.
+
+    Attributes:
+        has_landed: What it had in flight when its writes ended cannot land any more.
     """
 
     def __init__(self, rank: ConnectedRank, token: int, ranges: Mapping[str, TokenRange], tally: Tally) -> None:
@@ -57,6 +60,7 @@ class RankProgress:
         )
         self._notices: dict[int, Notice] = {}
         self._scattering: dict[int, Notice] = {}
+        self.has_landed = False
         self._num_expected: int | None = None
         self._tally = tally
 

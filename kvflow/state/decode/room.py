@@ -216,7 +216,14 @@ class Room:
         progress = self._progress_of(peer)
         if self.failure is None or progress is None or progress.state.is_quiet:
             return []
-        return [SendMessage(peer, self._cancel(self.failure))]
+        return [SendMessage(peer, self._cancel(self.failure, progress))]
+
+    def landed(self, peer: PeerId) -> list[DecodeEffect]:
+        """Note that nothing of a rank is in flight any more, and ask it for its proof."""
+        progress = self._progress_of(peer)
+        if progress is not None:
+            progress.has_landed = True
+        return self.remind(peer)
 
     def reconnected(self, rank: ConnectedRank) -> list[DecodeEffect]:
         """Update a rank that has reconnected, and ask it for its proof."""
@@ -229,7 +236,7 @@ class Room:
         if self.failure is None:
             return [SendMessage(progress.peer, self._grant(progress.peer, timeout_s))]
         probe = self._context.probe(progress.peer) if progress.state is RankState.LOST else []
-        return [*probe, SendMessage(progress.peer, self._cancel(self.failure))]
+        return [*probe, SendMessage(progress.peer, self._cancel(self.failure, progress))]
 
     @property
     def num_pages(self) -> int:
@@ -284,8 +291,9 @@ class Room:
             capability=self.opened.capability,
         )
 
-    def _cancel(self, failure: Failure) -> Cancel:
-        return Cancel(room=self.room, generation=self.generation, failure=failure)
+    def _cancel(self, failure: Failure, progress: RankProgress | None = None) -> Cancel:
+        has_landed = progress is not None and progress.has_landed
+        return Cancel(room=self.room, generation=self.generation, failure=failure, has_landed=has_landed)
 
     def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
         """Process a notice; `sender` is None if it arrived in band."""

@@ -10,8 +10,8 @@ from kvflow.room import RoomId
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
-from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage
-from kvflow.state.events import ConnectedRank, ReceiveGranted, ReceiveOpened, Scattered
+from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage, WaitForLanding
+from kvflow.state.events import ConnectedRank, Landed, ReceiveGranted, ReceiveOpened, Scattered
 from kvflow.state.quarantine import Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Signal
@@ -229,6 +229,18 @@ class Rooms:
             return [] if is_late else [CountAnomaly("drained_of_unknown_transfer", peer, drained.room)]
         return self._follow(room, room.drained(peer, drained.failure), now)
 
+    def in_flight(self, peer: PeerId, drained: Drained) -> list[DecodeEffect]:
+        """Wait until what a rank still has in flight for a room has landed."""
+        room = self._find(drained.room, drained.generation)
+        if room is None or not room.involves(peer):
+            return self._answer_closed(drained.room, drained.generation, peer, "drained_of_unknown_transfer")
+        return [WaitForLanding(peer, drained)]
+
+    def landed(self, event: Landed) -> list[DecodeEffect]:
+        """Tell a rank that nothing that it had in flight for a room can land any more; it answers with Drained."""
+        room = self._find(event.room, event.generation)
+        return [] if room is None else room.landed(event.peer)
+
     def failed(self, peer: PeerId, failed: Failed, now: float) -> list[DecodeEffect]:
         """End a room because a prefill rank reported a failure."""
         room = self._find(failed.room, failed.generation)
@@ -368,7 +380,8 @@ class Rooms:
             return []
         if ended.failure is None:
             return [SendMessage(peer, Ack(room=room, generation=generation))]
-        return [SendMessage(peer, Cancel(room=room, generation=generation, failure=ended.failure))]
+        cancel = Cancel(room=room, generation=generation, failure=ended.failure, has_landed=True)
+        return [SendMessage(peer, cancel)]
 
     def _follow(self, room: Room, effects: list[DecodeEffect], now: float) -> list[DecodeEffect]:
         """Update the timers after a step of a room, and drop the room once it is over."""

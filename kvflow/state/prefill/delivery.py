@@ -26,7 +26,7 @@ from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.slots import RemoteSlots
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
-from kvflow.wire.messages import Drained, Failed, Failure, Grant, Notice, PeerId
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId
 
 __all__ = ["Delivery", "DeliveryStatus", "DeliveryWait", "SendContext", "standing_of"]
 
@@ -40,10 +40,15 @@ class SendContext(NamedTuple):
     queue: PieceQueue
     slots: RemoteSlots
 
-    def drained(self, delivery: DeliveryId, failure: Failure | None) -> list[PrefillEffect]:
-        """Send Drained: nothing of a delivery can be written any more."""
-        engine_rank = self.me.rank.engine_rank
-        message = Drained(room=delivery.room, generation=delivery.generation, engine_rank=engine_rank, failure=failure)
+    def drained(self, delivery: DeliveryId, failure: Failure | None, in_flight: bytes = b"") -> list[PrefillEffect]:
+        """Send Drained: nothing of a delivery is written any more, and nothing can land except what is in flight."""
+        message = Drained(
+            room=delivery.room,
+            generation=delivery.generation,
+            engine_rank=self.me.rank.engine_rank,
+            failure=failure,
+            in_flight=in_flight,
+        )
         return self.peers.send(delivery.peer, message)
 
     def failed(self, delivery: DeliveryId, failure: Failure, *, drained: bool) -> list[PrefillEffect]:
@@ -329,11 +334,13 @@ class Delivery:
         self._drained_is_due = not self.is_fenced
         return self._context.failed(self.id, failure, drained=self.is_fenced)
 
-    def cancel(self, failure: Failure) -> list[PrefillEffect]:
+    def cancel(self, cancel: Cancel) -> list[PrefillEffect]:
         """End the delivery because the decode rank cancelled it; send Drained once all posts have ended."""
         if self.state.is_pending:
-            self._stop(Signal.FAILED, failure)
+            self._stop(Signal.FAILED, cancel.failure)
         self._drained_is_due = True
+        if cancel.has_landed and not self._posted:
+            self._lingers = False
         return self._settle()
 
     def forget_pages(self) -> None:
@@ -464,7 +471,8 @@ class Delivery:
                 self._apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
             if not self.state.is_pending:
                 self._apply(Signal.QUIET)
-        if not self._drained_is_due or not self.is_fenced:  # safe pages here are no proof for those of the peer
-            return []
+        in_flight = self._context.settings.domain if self._lingers else b""
+        if not self._drained_is_due or self._posted or (self._lingers and not in_flight):
+            return []  # safe pages here are no proof for those of the peer
         self._drained_is_due = False
-        return self._context.drained(self.id, self.failure)
+        return self._context.drained(self.id, self.failure, in_flight)

@@ -26,7 +26,7 @@ from kvflow.state.prefill.delivery import Delivery, SendContext, standing_of
 from kvflow.state.prefill.waiting import Announcement, Asked
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import FEED, FeedSignal, FeedState, Memory, Signal, TransferState
-from kvflow.wire.messages import Failure, Grant, PeerId, RankId
+from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId
 
 __all__ = ["Room", "RoomWait"]
 
@@ -229,10 +229,10 @@ class Room:
         """Note that one decode rank has everything."""
         return [*delivery.acknowledged(), *self.review()]
 
-    def cancel(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
+    def cancel(self, delivery: Delivery, cancel: Cancel) -> list[PrefillEffect]:
         """End the room because one decode rank cancelled it."""
-        effects = delivery.cancel(failure)
-        return [*effects, *self.stop(Signal.FAILED, failure)]
+        effects = delivery.cancel(cancel)
+        return [*effects, *self.stop(Signal.FAILED, cancel.failure)]
 
     def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
         """End the room without success, and send every decode rank the same reason."""

@@ -258,10 +258,10 @@ class Rooms:
         delivery_id = DeliveryId(cancel.room, peer, cancel.generation)
         room, delivery = self._find(delivery_id)
         if room is not None and delivery is not None:
-            return self._follow(room, room.cancel(delivery, cancel.failure), now)
+            return self._follow(room, room.cancel(delivery, cancel), now)
         unfenced = self.unfenced.get(delivery_id)
         if unfenced is not None:
-            return unfenced.cancel(cancel.failure)
+            return self._settle_unfenced(unfenced, unfenced.cancel(cancel))
         effects: list[PrefillEffect] = []
         if self._withdraw(delivery_id):
             effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True)

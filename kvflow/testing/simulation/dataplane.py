@@ -6,7 +6,7 @@ sending process dies, bytes that have left its memory may still land.
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import anyio
@@ -158,8 +158,11 @@ class DataPlane:
         return self.ends_with_process or self.shows_last_bytes
 
     def is_dry(self, peer: str) -> bool:
-        """Return whether no write from an ended process to an endpoint is in flight."""
-        return not any(write.peer == peer and not write.sender.process.is_alive for write in self._active.values())
+        """Return whether nothing of an ended process or of a lingering write to an endpoint is in flight."""
+        return not any(
+            write.peer == peer and (write.captured is not None or not write.sender.process.is_alive)
+            for write in self._active.values()
+        )
 
     def start(
         self, sender: "SimulatedBackend", post_id: int, peer: str, segments: list[Segment], notice: bytes
@@ -487,8 +490,8 @@ class SimulatedBackend(Backend):
         return b"all" if self._plane.shows_last_bytes else b""
 
     @override
-    async def outlast(self, domain: bytes) -> bool:
-        if self.capabilities.ends_with_process:
+    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+        if ends is None and self.capabilities.ends_with_process:
             return True
         if not domain or domain != self.domain():
             return False

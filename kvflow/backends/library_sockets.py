@@ -1,0 +1,249 @@
+"""The TCP connections of a transport library, found through the epoll instances that watch them.
+
+Libraries wait for TCP to report that a connection is dead, which takes the sender about 15 minutes if a middlebox
+swallows the connection, and the receiver for ever. So kvflow turns on the kernel's keepalive, and closes connections
+whose data is retransmitted without any acknowledgement. A process that is stopped or busy still acknowledges: its
+kernel does, or reports a full buffer, and then nothing is in flight. After that the kernels of both hosts have closed
+their ends, so nothing can land over the connection any more.
+
+Source: nixl 1.5.1 (UCX 1.23) and Mooncake 0.3.13.post1 on Linux.
+"""
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from kvflow.backends.sockets import listening_ports
+
+__all__ = ["CHECK_S", "SILENT_S", "LibrarySockets", "SilentConnection", "find_epolls", "opened", "shut_down"]
+
+Made = TypeVar("Made")
+
+DESCRIPTORS: Final = Path("/proc/self/fd")
+DETAILS: Final = Path("/proc/self/fdinfo")
+EPOLL: Final = "anon_inode:[eventpoll]"
+WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+"""Matches a descriptor that an epoll instance watches, and its inode."""
+
+MAPPED: Final = bytes(10) + b"\xff\xff"
+"""Prefix of an IPv6 address that maps an IPv4 address."""
+
+INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
+
+CHECK_S: Final = 0.5
+"""Seconds between two checks."""
+
+SILENT_S: Final = 4.0
+"""How long sent data may go unacknowledged: longer than the lease, after which transfers have failed anyway."""
+
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+"""An idle connection is probed after 2 s, and closed when it has not answered for 3 s."""
+
+INFO: Final = struct.Struct("=BxB21xI28xI")
+"""Fields of Linux's `tcp_info`: the state, consecutive retransmissions, unacknowledged segments, and milliseconds since
+the last acknowledgement."""
+
+ESTABLISHED: Final = 1
+CLOSE_WAIT: Final = 8
+
+MIN_RETRANSMITS: Final = 2
+
+ABORT: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER: drop what is unsent when the socket is closed."""
+
+
+class SilentConnection(NamedTuple):
+    """A connection that was closed because its other end acknowledged nothing.
+
+    Attributes:
+        address: Remote address, like "10.0.0.1:4000".
+        silent_s: Seconds since the last acknowledgement.
+    """
+
+    address: str
+    silent_s: float
+
+
+class LibrarySockets:
+    """The TCP connections that a library's epoll instances watch. Used on one thread.
+
+    Args:
+        epolls: From `find_epolls`; not owned. If empty, no connection is found.
+
+    Attributes:
+        ports: Ports on which connections from peers were accepted.
+        hosts: Remote hosts of all connections so far, in network byte order.
+    """
+
+    def __init__(self, epolls: Collection[int]) -> None:
+        self.ports: set[int] = set()
+        self.hosts: set[bytes] = set()
+        self._epolls = tuple(epolls)
+        self._prepared: set[int] = set()
+
+    def watched(self) -> dict[int, int]:
+        """Return the descriptors of any kind that the library watches, by inode."""
+        try:
+            texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
+        except OSError:  # closed with the library, or not supported by this system
+            return {}
+        return {int(inode, 16): int(fd) for text in texts for fd, inode in WATCHED.findall(text)}
+
+    def local_ends(self, inodes: Iterable[int]) -> tuple[bytes, ...]:
+        """Return the local ends of established connections, see `Backend.ends_to`."""
+        watched = self.watched()
+        ends = []
+        for inode in inodes:
+            with opened(watched.get(inode, -1), inode) as found:
+                if found is not None and found.family in INTERNET and _info(found)[0] == ESTABLISHED:
+                    ends.append(_packed(found.family, found.getsockname()))
+        return tuple(ends)
+
+    def close_silent(self) -> list[SilentConnection]:
+        """Turn on keepalive for new connections, and close those whose other end acknowledges nothing."""
+        if not hasattr(socket, "TCP_INFO"):
+            return []
+        watched = self.watched()
+        self._prepared &= watched.keys()
+        closed = []
+        for inode, fd in watched.items():
+            with opened(fd, inode) as found:
+                if found is None or found.family not in INTERNET:
+                    continue
+                if inode not in self._prepared and self._prepare(found):
+                    self._prepared |= {inode}
+                if (silent := _silent(found)) is not None:
+                    closed.append(silent)
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+                    shut_down(found)
+        return closed
+
+    def abort_to(self, host: str) -> None:
+        """Close the connections opened to a host, and drop what they have not sent; all of them if it is a name."""
+        try:
+            wanted = ipaddress.ip_address(host.strip("[]")).packed
+        except ValueError:
+            wanted = b""
+        for inode, fd in self.watched().items():
+            with opened(fd, inode) as found:
+                if found is None or found.family not in INTERNET or found.getsockname()[1] in self.ports:
+                    continue
+                try:
+                    is_meant = not wanted or _packed(found.family, found.getpeername())[:-2] == wanted
+                except OSError:  # not connected
+                    continue
+                if is_meant:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+                    shut_down(found)
+
+    def _prepare(self, found: socket.socket) -> bool:
+        """Turn on keepalive, and note the other end. Return False if there is none yet."""
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        try:
+            self.hosts.add(_packed(found.family, found.getpeername())[:-2])
+            if found.getsockname()[1] in listening_ports():
+                self.ports.add(found.getsockname()[1])
+        except OSError:  # not connected yet
+            return False
+        return True
+
+
+def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
+    """Create an object of a library, and find the epoll instances that it has created for its sockets.
+
+    Returns:
+        The object, and duplicated descriptors of the instances, owned by the caller; none if the system does not list
+        them. An instance created by another thread at the same time may be included.
+    """
+    if sys.platform != "linux":
+        return make(), ()
+    before = _epolls()
+    made = make()
+    new = _epolls().keys() - before.keys()
+    return made, tuple(os.dup(fd) for fd in sorted(new) if not _watched_by(fd) & new)
+
+
+@contextmanager
+def opened(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Duplicate a socket's descriptor for the block; None if it is not a socket, or was closed in the meantime."""
+    found = None
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        if os.fstat(copy).st_ino == inode:
+            found = socket.socket(fileno=copy)
+    except OSError:  # not a socket
+        pass
+    if found is None:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        yield found
+
+
+def shut_down(found: socket.socket) -> None:
+    """Shut a connection down, so that the library closes it when it next makes progress."""
+    try:
+        found.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # the connection has already ended
+            raise
+
+
+def _silent(found: socket.socket) -> SilentConnection | None:
+    state, retransmits, num_unacked, silent_ms = _info(found)
+    if (
+        state not in (ESTABLISHED, CLOSE_WAIT)
+        or not num_unacked
+        or retransmits < MIN_RETRANSMITS
+        or silent_ms < SILENT_S * 1e3
+    ):
+        return None
+    try:
+        host, port = found.getpeername()[:2]
+    except OSError:  # it has just ended
+        return None
+    return SilentConnection(f"{host}:{port}", silent_ms / 1e3)
+
+
+def _info(found: socket.socket) -> tuple[int, int, int, int]:
+    """Return the fields of `INFO`; zeros if the kernel does not show them."""
+    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO.size) if hasattr(socket, "TCP_INFO") else b""
+    return INFO.unpack(info) if len(info) == INFO.size else (0, 0, 0, 0)
+
+
+def _packed(family: int, address: tuple[str, int]) -> bytes:
+    """Return an address in network byte order, and the port in two bytes."""
+    host = socket.inet_pton(family, address[0].partition("%")[0]).removeprefix(MAPPED)
+    return host + address[1].to_bytes(2, "big")
+
+
+def _epolls() -> Mapping[int, None]:
+    found: dict[int, None] = {}
+    for entry in DESCRIPTORS.iterdir():
+        try:
+            if str(entry.readlink()) == EPOLL:
+                found[int(entry.name)] = None
+        except OSError:  # closed in the meantime
+            continue
+    return found
+
+
+def _watched_by(fd: int) -> set[int]:
+    """Return the descriptors watched by an epoll instance."""
+    lines = (DETAILS / str(fd)).read_text().splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
