@@ -16,6 +16,7 @@ NAMES: Final = {
     "attack": "what attacks on the control port leave of the work",
     "idle": "CPU of connected ranks with nothing to do",
     "failures": "processes that die, freeze or give up in the middle of a transfer",
+    "limits": "cost of each limit at a quarter, a half and the whole of it, and how long it holds the event loop",
     "plan": "time and memory of planning, and of compiling routes",
     "digest": "what digests cost a transfer",
     "path": "functions that a chunk and a notice run through",

@@ -2,9 +2,12 @@
 
 import heapq
 from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-__all__ = ["Timers"]
+__all__ = ["EXPIRED_AT_ONCE", "Timers"]
+
+EXPIRED_AT_ONCE: Final = 128
+"""Number of timers that one event handles: retransmitting thousands of grants takes a second."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -66,12 +69,18 @@ class Timers(Generic[Key]):
         return entry[2]
 
     def expire(self, now: float) -> Iterator[tuple[Key, float]]:
-        """Take the due timers one after another, including those set meanwhile.
+        """Take due timers one after another, including those set meanwhile, but only `EXPIRED_AT_ONCE`.
+
+        The others stay due, so that the event loop gets its turn before they are taken.
 
         Yields:
             The key, and how many seconds late it is.
         """
-        while (due := self.next()) is not None and (key := self.pop_due(now)) is not None:
+        for _ in range(EXPIRED_AT_ONCE):
+            due = self.next()
+            key = self.pop_due(now)
+            if due is None or key is None:
+                break
             yield key, now - due
 
     def _first(self) -> tuple[float, int, Key] | None:

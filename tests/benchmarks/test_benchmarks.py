@@ -15,6 +15,7 @@ from benchmarks.__main__ import NAMES, main
 from benchmarks.attack import KINDS
 from benchmarks.embedded.timeline import STEPS
 from benchmarks.hetero import CASES
+from benchmarks.limits import LIMITS
 from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
 from tests.support.distributions import build_wheel, unpack
 
@@ -261,3 +262,9 @@ def test_what_cannot_be_measured_is_named(words: list[str], named: str, capsys: 
     shown = capsys.readouterr().err
     assert shown.startswith(f"benchmarks {words[0]}: ")
     assert named in shown
+
+
+def test_limits_gives_cost_growth_and_hold_of_each_limit(run: Run) -> None:
+    rows = run("limits", "--share=0.001")
+    assert [row["quantity"] for row in rows] == ["CPU", "growth", "hold"] * 3 * len(LIMITS)
+    assert {row["group"] for row in rows} == LIMITS.keys()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.state.timers import Timers
+from kvflow.state.timers import EXPIRED_AT_ONCE, Timers
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(0, 50)
@@ -61,3 +61,13 @@ def test_cleared_timers_do_not_pile_up() -> None:
     for key in range(1_000):
         heap.clear(key)
     assert len(heap._heap) < 100
+
+
+def test_thousands_of_due_timers_are_taken_in_turns() -> None:
+    heap: Timers[int] = Timers()
+    for key in range(2 * EXPIRED_AT_ONCE):
+        heap.set(key, 1.0)
+    assert [key for key, _ in heap.expire(1.0)] == list(range(EXPIRED_AT_ONCE))
+    assert heap.next() == 1.0
+    assert len(list(heap.expire(1.0))) == EXPIRED_AT_ONCE
+    assert len(heap) == 0

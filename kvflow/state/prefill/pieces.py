@@ -144,11 +144,12 @@ def _part(
 def _count_runs(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:
     """Estimate the number of page runs that hold tokens of one component on both sides; infinite if unknown.
 
-    The granted pages are not validated yet. Their runs are assumed to be spread evenly over the tokens.
+    The granted pages are not validated yet, so their pages are assumed to have equal numbers of tokens.
     """
     table, granted = chunk.pages.get(name), grant.pages.get(name, b"")
     start, stop = grant.ranges[name]
     if table is None or not granted or len(granted) % WIRE_PAGES.itemsize:
         return math.inf
-    there = count_runs(np.frombuffer(granted, WIRE_PAGES)) * (tokens[1] - tokens[0]) / (stop - start)
-    return count_runs(table.pages) + there
+    pages = np.frombuffer(granted, WIRE_PAGES)
+    first, last = (len(pages) * (token - start) / (stop - start) for token in tokens)
+    return count_runs(table.pages) + count_runs(pages[math.floor(first) : math.ceil(last)])
