@@ -634,8 +634,7 @@ class RoomSender(Transfer):
         """Record that every decode rank has granted."""
         self.wanted = wanted
         self._granted.set()
-        if self.on_change is not None:
-            self.on_change()
+        self.tell_engine()
 
     async def quiesce(self) -> int | None:
         """Get the source pages back but keep the room open, for an engine that preempts a request.
@@ -685,8 +684,7 @@ class RoomSender(Transfer):
     def report_quiesced(self, resume_at: int | None) -> None:
         """Record that nothing reads the posted pages any more."""
         self._note_quiesced(resume_at)
-        if self.on_change is not None:
-            self.on_change()
+        self.tell_engine()
 
     def _note_quiesced(self, resume_at: int | None) -> None:
         self._is_quiescing, self.is_quiesced, self.resume_at = False, True, resume_at

@@ -600,6 +600,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             quarantined=len(self._core.quarantine),
         )
 
+    def log_callback_failed(self, transfer: Transfer, error: BaseException) -> None:
+        """Log that a transfer's `on_change` has raised an exception."""
+        self._log.error("callback_failed", room=transfer.room, label=transfer.label, exc_info=error)
+
     def now(self) -> float:
         """Return monotonic seconds."""
         return self._ports.now()

@@ -1,6 +1,7 @@
 """The engine's view of a transfer: its outcome and memory state, and ways to wait for each."""
 
 import abc
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -85,6 +86,13 @@ class TransferOwner(Protocol):
     def now(self) -> float:
         """Return monotonic seconds."""
 
+    def log_callback_failed(self, transfer: "Transfer", error: BaseException) -> None:
+        """Log that a function of the engine has raised an exception."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
 
 class Transfer(abc.ABC):
     """Base class of senders and receivers.
@@ -95,7 +103,9 @@ class Transfer(abc.ABC):
         outcome: Whether it succeeded; set once.
         memory: Whether anything can still touch its pages.
         failure: Why it failed; None until then.
-        on_change: Called on the event loop whenever outcome, memory or failure has changed.
+        on_change: Called on the event loop whenever outcome, memory or failure has changed. What it raises is logged
+            and goes no further, because other transfers share the rank. Only a KeyboardInterrupt is raised again, by
+            the event loop, once this event has been handled.
     """
 
     __slots__ = (
@@ -195,8 +205,18 @@ class Transfer(abc.ABC):
             self._settled.set()
         if memory is Memory.SAFE:
             self._safe.set()
-        if self.on_change is not None:
+        self.tell_engine()
+
+    def tell_engine(self) -> None:
+        """Call `on_change`."""
+        if self.on_change is None:
+            return
+        try:
             self.on_change()
+        except BaseException as error:  # noqa: BLE001 - raised by the engine's function; other transfers go on
+            self._home.log_callback_failed(self, error)
+            if isinstance(error, KeyboardInterrupt):
+                asyncio.get_running_loop().call_soon(_raise, error)
 
     def error(self) -> TransferFailed:
         """Return the exception that describes the failure.

@@ -1,8 +1,10 @@
 """Fixtures for every test."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,6 +23,24 @@ settings.load_profile("quick")  # --hypothesis-profile selects another one
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_exception_reaches_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail the test if an event loop, in any thread, had to report an exception that nobody handled.
+
+    AnyIO has a handler that fails its tests. A test that provokes an exception sets its own.
+    """
+    reported: list[dict[str, Any]] = []
+    original = asyncio.BaseEventLoop.default_exception_handler
+
+    def report(self: asyncio.BaseEventLoop, context: dict[str, Any]) -> None:
+        reported.append(context)
+        original(self, context)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "default_exception_handler", report)
+    yield
+    assert not reported
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ class OwnedTasks:
         self._has_crashed = False
         self._group: TaskGroup
         self._is_open = False
+        self._is_over = False
         self._failure: Exception | None = None
         self._host: asyncio.Task[None]
 
@@ -42,12 +43,14 @@ class OwnedTasks:
             raise
 
     def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Start a task that runs until it ends or `close` ends it. Does nothing after a crash.
+        """Start a task that runs until it ends or `close` ends it.
+
+        Does nothing after a crash, or after the event loop has cancelled the host task because it is ending.
 
         The caller may be a callback that another thread has scheduled, with that thread's context: if sniffio is
         installed, anyio would not find its event loop there.
         """
-        if not self._has_crashed:
+        if not self._has_crashed and not self._is_over:
             self._home.copy().run(self._group.start_soon, self._run, run, args)
 
     def fail(self, error: Exception) -> None:
@@ -72,7 +75,10 @@ class OwnedTasks:
             self._is_open = True
             if self._failure is not None:
                 self.start(self._raise_failure)
-            await anyio.sleep_forever()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self._is_over = True
 
     async def _raise_failure(self) -> None:
         if self._failure is not None:

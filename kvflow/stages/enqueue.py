@@ -9,6 +9,7 @@ import operator
 from asyncio import Future, get_running_loop
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import anyio
@@ -198,8 +199,28 @@ class DeviceWaits:
         failure: Failure | None = None
         async with self._threads:
             try:
-                await self._context.ports.run_in_thread(effect.ready.synchronize)
+                await self._context.ports.run_in_thread(partial(_synchronize, effect.ready))
             except Exception as error:  # noqa: BLE001 - raised by the engine's object; fail only this transfer
-                detail = f"{type(error).__name__}: {error}"
-                failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, detail)
+                failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, _describe(error))
         self._context.dispatch(DataReady(effect.delivery, effect.wait, failure))
+
+
+def _synchronize(ready: ReadyEvent) -> None:
+    """Wait for the engine's event in a worker thread.
+
+    Raises:
+        Exception: Whatever it raises. A SystemExit, for example, would end the event loop.
+    """
+    try:
+        ready.synchronize()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError(_describe(error)) from error
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - raised by the engine's `__str__`
+        return type(error).__name__

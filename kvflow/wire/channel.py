@@ -306,11 +306,14 @@ class ZmqListener:
         if self._is_closed:
             return
         self._close_socket()
-        self._fd = os.dup(self._port_fd)
         try:
-            self._open()
-        except zmq.ZMQError as error:
-            os.close(self._fd)
+            self._fd = os.dup(self._port_fd)
+            try:
+                self._open()
+            except zmq.ZMQError:
+                os.close(self._fd)
+                raise
+        except (zmq.ZMQError, OSError) as error:
             self._on_refused("key_refused", f"all connections, because no socket can be created: {error}")
             self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 

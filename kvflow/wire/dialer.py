@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
@@ -307,8 +307,9 @@ class ZmqConnection:
         self._stop_diagnosing()
         self._tell_obstacle(Diagnosis(""))
         early, self._early, self._early_bytes = self._early, [], 0
-        for payload in early:
-            self.send(payload)
+        with suppress(Unreachable):  # it is broken again, or full; the rest is lost, as after any break
+            for payload in early:
+                self.send(payload)
 
     def _failed(self, failure: _Failure) -> None:
         if failure is _Failure.NOT_LISTED:

@@ -96,8 +96,7 @@ async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() 
             (first, _) = rank.quarantined()
             rank.release(first)
             assert len(rank.quarantined()) == 1
-        await other.hand_over()
-        other.assert_arrived()
+        await undisturbed(deployment)
 
 
 async def test_a_record_says_what_an_operator_has_to_know() -> None:

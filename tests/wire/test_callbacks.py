@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvflow.errors import Unreachable
-from kvflow.wire import sockets
+from kvflow.wire import dialer, sockets
 from kvflow.wire.channel import ZmqConnection, ZmqControl, ZmqListener
 from tests.support.waiting import until
 from tests.wire.ends import LOCAL, Client, Server, connected, meet
@@ -124,6 +124,26 @@ async def test_a_connection_that_was_never_made_is_not_lost(free_port: int) -> N
         with closing(Client(server.endpoint)) as other:
             await meet(server, other)
         assert (client.num_lost, client.received) == (0, [])
+
+
+async def test_messages_from_before_a_connection_are_lost_if_it_cannot_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be broken again by the time that it is made. AnyIO fails the test if an exception reaches the loop."""
+    tried: list[bytes] = []
+
+    def refuse(_: object, payload: bytes) -> None:
+        tried.append(payload)
+        raise Unreachable("connection is gone")
+
+    with connected() as (server, client):
+        client.send(b"first")
+        client.send(b"second")
+        with monkeypatch.context() as patch:
+            patch.setattr(dialer._Line, "send", refuse)
+            await until(lambda: tried)
+        await meet(server, client)
+        assert tried == [b"first"]
 
 
 async def test_closing_is_no_loss_and_nothing_is_told_after_it() -> None:

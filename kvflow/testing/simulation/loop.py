@@ -456,7 +456,7 @@ def _set_unless_done(waiting: "asyncio.Future[Any]", result: object, error: Exce
         waiting.set_exception(error)
 
 
-class NotYet(BaseException):
+class NotYet(Exception):
     """Raised by an operation that would block a thread.
 
     Attributes:
