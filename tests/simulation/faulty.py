@@ -380,6 +380,13 @@ def quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     patch.setattr(prefill_delivery.Delivery, "reads_pages", property(lambda _: False))
 
 
+def direct_writes_of_quiesced_pages_are_not_waited_for(patch: Patch) -> None:
+    """Tell the engine that its pages are quiet while only writes from them are left."""
+    patch.setattr(
+        prefill_delivery.Delivery, "reads_pages", property(lambda self: bool(self._unposted or self._planned))
+    )
+
+
 def plans_of_quiesced_pages_are_not_waited_for(patch: Patch) -> None:
     """Tell the engine that its pages are quiet while pieces are still being planned."""
 
@@ -550,6 +557,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     tickets_are_good_for_any_process,
     pages_that_come_later_are_always_safe,
     quiesced_pages_are_not_waited_for,
+    direct_writes_of_quiesced_pages_are_not_waited_for,
     plans_of_quiesced_pages_are_not_waited_for,
     tokens_that_were_forgotten_do_not_come_again,
     events_of_forgotten_data_count_for_what_comes_again,

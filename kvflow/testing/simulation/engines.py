@@ -133,6 +133,7 @@ class Course(NamedTuple):
         wait_s: How long the worker tries to start the request.
         give_up_s: How long after the start it gives the request up.
         abort_s: When it aborts the request; None if it does not.
+        aborts_at_bytes: Whether `abort_s` counts from the first bytes of the request, not from its start.
         cancel_at: Number of the await point at which the task is cancelled; None if it is not.
     """
 
@@ -144,6 +145,7 @@ class Course(NamedTuple):
     wait_s: float = 1.0
     give_up_s: float = 60.0
     abort_s: float | None = None
+    aborts_at_bytes: bool = False
     cancel_at: int | None = None
 
 
@@ -234,7 +236,15 @@ class Worker:
             return
         task = self.tasks[request] = self.process.spawn(self._serve(request, course, on_end))
         if course.abort_s is not None:
-            self.world.loop.call_in(course.abort_s, self.process.call, task.cancel)
+            abort_s = course.abort_s
+
+            def abort() -> None:
+                self.world.loop.call_in(abort_s, self.process.call, task.cancel)
+
+            if course.aborts_at_bytes:
+                self.oracle.at_bytes(self.process, request.room, abort)
+            else:
+                abort()
 
     def abort(self, request: Request) -> None:
         """Abort a request, if it is being served."""

@@ -17,10 +17,12 @@ class Faults:
         drop: Chance that a message is lost.
         duplicate: Chance that a message arrives twice.
         reorder: Chance that a message may overtake others of its connection, or be overtaken.
+        late_grant: Chance that a Grant is overtaken by what is sent in the next moments, such as its Cancel.
         full_queue: Chance that a message is refused because the queue is full.
         handshake_reset: Chance that a connection is reset during a handshake.
         connect_fails: Chance that a connection cannot be opened because the process has no sockets left.
         no_thread: Chance that no thread can be started.
+        slow_thread: Chance that a function in a thread begins up to 0.3 s late.
         breaks: Times that a connection breaks: messages in flight are lost, and the dialer reconnects.
         half_open: Times that a connection swallows everything until the heartbeats of both ends time out.
         partitions: Times that a link carries nothing for a while, in one or both directions.
@@ -54,10 +56,12 @@ class Faults:
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
+    late_grant: float = 0.0
     full_queue: float = 0.0
     handshake_reset: float = 0.0
     connect_fails: float = 0.0
     no_thread: float = 0.0
+    slow_thread: float = 0.0
     breaks: int = 0
     half_open: int = 0
     partitions: int = 0
@@ -139,9 +143,9 @@ ORDERED: Final = 0.5
 AFTER_THE_END: Final = ("lingering_write", "writes_of_dead")
 """What continues after it should have ended; this requires another fault first."""
 
-RACING: Final = 0.1
-RACES: Final = {"abort": 0.5, "delay": 0.3, "reorder": 0.3}
-"""Used together, at a high rate, so that messages of ended transfers meet those of new ones."""
+RACING: Final = 0.3
+RACES: Final = {"abort": 0.6, "delay": 0.3, "reorder": 0.3, "late_grant": 0.8, "slow_thread": 0.7, "forged_notice": 0.3}
+"""Used together, at a high rate, so that messages and work of ended transfers meet those of new ones."""
 
 LONE: Final = 0.15
 LONE_STRIKES: Final = ("kills", "closings")

@@ -45,6 +45,7 @@ HANDSHAKE_TAGS: Final = (b"\xa5hello", b"\xa7welcome")
 DIRECTORY_TAGS: Final = (b"\xa8register", b"\xaaunregister", b"\xa6lookup")
 """The same for messages to a directory."""
 
+GRANT_TAG: Final = b"\xa5grant"
 TAG_END: Final = 32
 
 Hold = Callable[[Process, Process, bytes, Callable[[], None]], bool]
@@ -393,6 +394,9 @@ class Network:
         at = loop.now + delay_s
         if not session.is_ordered and faults.reorder and rng.random() < faults.reorder:
             self._world.count("reordered message")
+            at += LATE_S * rng.random()
+        elif faults.late_grant and GRANT_TAG in payload[:TAG_END] and rng.random() < faults.late_grant:
+            self._world.count("late grant")
             at += LATE_S * rng.random()
         else:
             at = session.latest[way] = max(at, session.latest[way])

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -133,6 +133,7 @@ class Oracle:
         self._succeeded: dict[RoomId, dict[RankId, None]] = {}
         self._ends: list[tuple[str, float]] = []
         self._writes: dict[Process, list[Write]] = {}
+        self._at_bytes: dict[tuple[Process, RoomId], Callable[[], None]] = {}
         self._shows_deaths = shows_deaths(world.faults)
         self._loses_until = math.inf if may_lose_messages else 0.0
         world.plane.witness = self
@@ -176,9 +177,17 @@ class Oracle:
             if pool.owner_of(src, length) is not mark.lease:
                 self._violated(f"write {write.number} reads pages of {mark.lease.name} that were given back")
 
+    def at_bytes(self, process: "Process", room: RoomId, call: Callable[[], None]) -> None:
+        """Call a function when the next bytes of a room land that a process writes or receives."""
+        self._at_bytes[process, room] = call
+
     def landing(self, write: "Write", target: "SimulatedBackend", piece: "list[Segment]") -> None:
         """Check that bytes land only in pages held for their room, or in the window of the rank that wrote them."""
         mark = write.mark
+        if isinstance(mark, _Mark):
+            for process in (write.sender.process, target.process):
+                if (call := self._at_bytes.pop((process, mark.room), None)) is not None:
+                    call()
         pool = self._pools[target.process.name]
         for _, dst, length in piece:
             if not pool.holds(dst):

@@ -22,6 +22,9 @@ MAX_TRIES: Final = 3
 MAX_TOKENS: Final = 8
 ASKING: Final = 0.3
 """Chance that a decode engine does not announce a request, in a seed with announcements."""
+ABORTED_AT_START: Final = 0.4
+ABORTED_AT_BYTES: Final = 0.8
+"""Chance that an abort comes within milliseconds of the start, and of the first bytes or the start."""
 LAYER_CUT: Final = 0.8
 DEVICE_S: Final = 0.03
 STALE_S: Final = 2.0
@@ -314,8 +317,11 @@ class Router:
             course = course._replace(cuts=(*course.cuts[:-1], None))
         if faults.abort and rng.random() < faults.abort:
             self.world.count("abort")
-            # While the first messages are in flight, or later.
-            course = course._replace(abort_s=rng.random() * (0.004 if rng.random() < 0.4 else 0.5))
+            # While the first messages are in flight, or bytes are landing or being scattered, or later.
+            when_s, when = rng.random(), rng.random()
+            at_bytes = ABORTED_AT_START < when < ABORTED_AT_BYTES
+            abort_s = when_s * (0.004 if when < ABORTED_AT_BYTES else 0.5)
+            course = course._replace(abort_s=abort_s, aborts_at_bytes=at_bytes)
         if faults.cancel and rng.random() < faults.cancel:
             self.world.count("cancelled task")
             course = course._replace(cancel_at=rng.randint(1, 12))

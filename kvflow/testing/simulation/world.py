@@ -25,6 +25,9 @@ REGISTRY = "tcp://127.0.0.1:7100"
 THREAD_S = 0.002
 """Maximum duration of work in a thread, apart from waits for a device."""
 
+SLOW_THREAD_S = 0.3
+"""Maximum additional duration of a slow one."""
+
 
 class World:
     """Processes in virtual time. Use it as a context manager.
@@ -192,7 +195,11 @@ class World:
         if self.faults.no_thread and self.rng.random() < self.faults.no_thread:
             self.count("no thread")
             raise ThreadShortage("cannot start a thread")
-        running = process.run_in_thread(function, THREAD_S * self.pace * self.rng.random())
+        delay_s = THREAD_S * self.pace * self.rng.random()
+        if self.faults.slow_thread and self.rng.random() < self.faults.slow_thread:
+            self.count("slow thread")
+            delay_s += SLOW_THREAD_S * self.rng.random()
+        running = process.run_in_thread(function, delay_s)
         with anyio.CancelScope(shield=True) as scope:
             return await running
         raise RuntimeError("a shielded wait was cancelled", scope)
