@@ -382,7 +382,7 @@ class DecodeCore:
 
     def _reclaim_windows(self) -> None:
         if self.windows.has_fenced:
-            self.windows.reclaim(self.rooms.scattered_peers())
+            self.windows.reclaim(self.rooms.scatter_from)
 
     # Timers ----------------------------------------------------------------------------------------------------------
 

@@ -347,9 +347,10 @@ class Room:
         """Whether this rank is writing to the pages."""
         return self.tally.num_scattering > 0
 
-    def scattered_peers(self) -> list[PeerId]:
-        """Return the ranks whose slots are being read."""
-        return [progress.peer for progress in self.ranks.values() if progress.is_scattering]
+    def scatters_from(self, peer: PeerId) -> bool:
+        """Return whether slots of a rank are being read."""
+        progress = self._progress_of(peer)
+        return progress is not None and progress.is_scattering
 
     def _slot_released(self, peer: PeerId, seq: int) -> DecodeEffect:
         engine_rank = peer.rank.engine_rank

@@ -7,6 +7,7 @@ import msgspec
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PagesInUse, Stage
 from kvflow.room import RoomId
+from kvflow.state.by_peer import ByPeer
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
@@ -97,6 +98,7 @@ class Rooms:
         self.rooms: dict[int, Room] = {}
         self.generations: dict[RoomId, int] = {}
         self.announced: dict[int, None] = {}
+        self._by_peer: ByPeer[int] = ByPeer()
         self._context = context
         self._timeouts = settings.timeouts
         self._limits = settings.limits
@@ -164,6 +166,8 @@ class Rooms:
         num_pages = room.num_pages
         room.is_inline = num_pages <= PAGES_INLINE and num_pages * len(self.generations) <= PAGES_INLINE_IN_ALL
         effects = room.connected(ranks, self._time_left(room, now))
+        for peer in room.told:
+            self._by_peer.add(peer, room.generation)
         if not room.is_announced:
             self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
         self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
@@ -267,21 +271,21 @@ class Rooms:
     def peer_connected(self, rank: ConnectedRank) -> list[DecodeEffect]:
         """Ask a rank that has connected, perhaps again, for the proofs that rooms wait for."""
         effects: list[DecodeEffect] = []
-        for room in self.rooms.values():
+        for room in self._rooms_of(rank.peer):
             effects += room.reconnected(rank)
         return effects
 
     def peer_back(self, peer: PeerId) -> list[DecodeEffect]:
         """Ask a rank that is back for the proofs that rooms wait for."""
         effects: list[DecodeEffect] = []
-        for room in self.rooms.values():
+        for room in self._rooms_of(peer):
             effects += room.remind(peer)
         return effects
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Fail every room that still needs a lost rank, if only to hold its pages."""
         effects: list[DecodeEffect] = []
-        for room in list(self.rooms.values()):
+        for room in self._rooms_of(peer):
             if room.involves(peer):
                 effects += self._follow(room, room.lost(peer, failure), now)
         return effects
@@ -289,22 +293,26 @@ class Rooms:
     def peer_fenced(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Record the proof that no write of a prefill incarnation can land any more."""
         effects: list[DecodeEffect] = []
-        for room in list(self.rooms.values()):
+        for room in self._rooms_of(peer):
             if room.involves(peer):
                 effects += self._follow(room, room.fenced(peer, failure), now)
         return effects
 
     def involve(self, peer: PeerId) -> bool:
         """Return whether a room, in quarantine or not, was granted or announced to a prefill rank."""
-        return any(room.involves(peer) for room in self.rooms.values())
+        return any(room.involves(peer) for room in self._rooms_of(peer))
 
     def await_proof_of(self, peer: PeerId) -> bool:
         """Return whether any room waits for a prefill rank to write everything, or to prove that it has stopped."""
-        return any(room.awaits_proof_of(peer) for room in self.rooms.values())
+        return any(room.awaits_proof_of(peer) for room in self._rooms_of(peer))
 
-    def scattered_peers(self) -> dict[PeerId, None]:
-        """Return the ranks whose staging slots are being read."""
-        return {peer: None for room in self.rooms.values() for peer in room.scattered_peers()}
+    def scatter_from(self, peer: PeerId) -> bool:
+        """Return whether staging slots of a prefill rank are being read."""
+        return any(room.scatters_from(peer) for room in self._rooms_of(peer))
+
+    def _rooms_of(self, peer: PeerId) -> list[Room]:
+        """Return the rooms, in quarantine or not, that a prefill rank was told of."""
+        return [self.rooms[generation] for generation in self._by_peer.keys_of(peer)]
 
     # Reports from the stages -----------------------------------------------------------------------------------------
 
@@ -413,6 +421,7 @@ class Rooms:
             self._closed.close(generation, _Ended(room.room, room.told, room.failure))
             self.announced.pop(generation, None)
             self.rooms.pop(generation, None)
+            self._by_peer.remove(generation)
         return effects
 
     def _hold(self, pages: Mapping[str, bytes]) -> None:

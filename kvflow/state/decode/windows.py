@@ -6,7 +6,7 @@ is out of use. A rank that finds no free window gets none, and writes to pages d
 """
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable
 
 from kvflow.state.settings import WindowSettings
 from kvflow.wire.messages import PeerId, StagingWindow
@@ -78,9 +78,9 @@ class StagingWindows:
         """Whether there is a window to `reclaim`."""
         return bool(self._fenced)
 
-    def reclaim(self, busy: Container[PeerId]) -> None:
+    def reclaim(self, is_read: Callable[[PeerId], bool]) -> None:
         """Take back fenced windows, except those that are still being read."""
-        for peer in [peer for peer in self._fenced if peer not in busy]:
+        for peer in [peer for peer in self._fenced if not is_read(peer)]:
             del self._fenced[peer]
             self._used.pop(peer, None)
             self._free.append(self._owners.pop(peer))

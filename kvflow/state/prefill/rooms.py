@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.room import RoomId
+from kvflow.state.by_peer import ByPeer
 from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
 from kvflow.state.events import (
     Chunk,
@@ -74,7 +75,8 @@ class Rooms:
     def __init__(self, context: SendContext, timers: Timers[Hashable], quarantine: Quarantine) -> None:
         self.rooms: dict[RoomId, Room] = {}
         self.unfenced: dict[DeliveryId, Delivery] = {}
-        self._num_unfenced: dict[PeerId, int] = {}
+        self._unfenced_by_peer: ByPeer[DeliveryId] = ByPeer()
+        self._by_peer: ByPeer[RoomId] = ByPeer()
         self._context = context
         self._timeouts = context.settings.timeouts
         self._limits = context.settings.limits
@@ -337,7 +339,8 @@ class Rooms:
             self.waiting.take(number, peer)
             self._declined.put(number, peer.rank, failure, now)
         effects: list[PrefillEffect] = []
-        for room in list(self.rooms.values()):
+        for number in self._by_peer.keys_of(peer):
+            room = self.rooms[number]
             delivery = room.delivery_to(peer)
             if (delivery is not None and delivery.state.is_pending) or peer in room.announced:
                 effects += self._follow(room, room.stop(Signal.FAILED, failure), now)
@@ -348,11 +351,9 @@ class Rooms:
 
         If the rank reconnects, they must not block other posts: they may take minutes to end.
         """
-        unended = [*(room.delivery_to(peer) for room in self.rooms.values()), *self.unfenced.values()]
-        for delivery in unended:
-            if delivery is not None and delivery.id.peer == peer:
-                for seq in delivery.posted:
-                    self._release_credit(delivery.id, seq)
+        for delivery in self._deliveries_to(peer):
+            for seq in delivery.posted:
+                self._release_credit(delivery.id, seq)
 
     def peer_restarted(self, peer: PeerId) -> list[PeerId]:
         """Forget unfenced deliveries to earlier incarnations of a decode rank, whose pages no longer exist.
@@ -360,20 +361,25 @@ class Rooms:
         Returns:
             The earlier incarnations.
         """
-        keys = [key for key in self.unfenced if key.peer.rank == peer.rank and key.peer != peer]
-        self._forget_unfenced(keys)
-        return list(dict.fromkeys(key.peer for key in keys))
+        earlier = [other for other in self._unfenced_by_peer.peers if other.rank == peer.rank and other != peer]
+        for other in earlier:
+            self.peer_ended(other)
+        return earlier
 
     def peer_ended(self, peer: PeerId) -> None:
         """Forget unfenced deliveries to a terminated incarnation of a decode rank."""
-        self._forget_unfenced([key for key in self.unfenced if key.peer == peer])
+        for key in self._unfenced_by_peer.keys_of(peer):
+            self._forget_unfenced(key)
 
     def is_fenced(self, peer: PeerId) -> bool:
         """Return whether no write to a decode rank can still land."""
-        if any(key.peer == peer for key in self.unfenced):
-            return False
-        deliveries = (room.delivery_to(peer) for room in self.rooms.values())
-        return all(delivery.is_fenced for delivery in deliveries if delivery is not None)
+        return all(delivery.is_fenced for delivery in self._deliveries_to(peer))
+
+    def _deliveries_to(self, peer: PeerId) -> list[Delivery]:
+        """Return the deliveries to a decode rank in open rooms, and the unfenced ones."""
+        found = [self.rooms[number].delivery_to(peer) for number in self._by_peer.keys_of(peer)]
+        unfenced = [self.unfenced[key] for key in self._unfenced_by_peer.keys_of(peer)]
+        return [*(delivery for delivery in found if delivery is not None), *unfenced]
 
     def refuse_waiting(self, failure: Failure) -> list[PrefillEffect]:
         """Refuse all requests that wait for a room."""
@@ -598,6 +604,7 @@ class Rooms:
         refusal = room.refusal(peer, asked) or self._too_many_unfenced(peer)
         if refusal is not None:
             return self._follow(room, self._context.refuse(delivery_id, refusal), now)
+        self._by_peer.add(peer, room.room)
         if isinstance(asked, Announcement):
             room.announce(peer, asked)
             return self._follow(room, [], now)
@@ -613,7 +620,7 @@ class Rooms:
     def _too_many_unfenced(self, peer: PeerId) -> Failure | None:
         """Return why a request is refused because too many writes may still land; None if it is not."""
         most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
-        num_unfenced = self._num_unfenced.get(peer, 0)
+        num_unfenced = self._unfenced_by_peer.count_of(peer)
         if num_unfenced < most and not self._follows_too_many():
             self._drop_unfenced()
             return None
@@ -733,13 +740,14 @@ class Rooms:
 
     def _end(self, room: Room) -> None:
         del self.rooms[room.room]
+        self._by_peer.remove(room.room)
         self._quarantine.remove(room.room)
         for delivery in room.deliveries.values():
             self._context.peers.close(delivery.id, delivery.failure)
             if not delivery.is_fenced and self._context.peers.why_over(delivery.id.peer) is None:
                 delivery.forget_pages()
                 self.unfenced[delivery.id] = delivery
-                self._num_unfenced[delivery.id.peer] = self._num_unfenced.get(delivery.id.peer, 0) + 1
+                self._unfenced_by_peer.add(delivery.id.peer, delivery.id)
         if room.failure is not None:
             self._note_failed(room.room, room.failure, dict.fromkeys((*room.deliveries, *room.told)))
 
@@ -750,34 +758,31 @@ class Rooms:
 
     def _settle_unfenced(self, delivery: Delivery, effects: list[PrefillEffect]) -> list[PrefillEffect]:
         if delivery.is_fenced:
-            self._forget_unfenced([delivery.id])
+            self._forget_unfenced(delivery.id)
         return effects
 
-    def _forget_unfenced(self, keys: list[DeliveryId]) -> None:
-        for key in keys:
-            del self.unfenced[key]
-            self._num_unfenced[key.peer] -= 1
-            if not self._num_unfenced[key.peer]:
-                del self._num_unfenced[key.peer]
+    def _forget_unfenced(self, key: DeliveryId) -> None:
+        del self.unfenced[key]
+        self._unfenced_by_peer.remove(key)
 
     def _follows_too_many(self) -> bool:
         """Return whether there are too many unfenced deliveries even without those to disconnected ranks."""
         peers, limit = self._context.peers, self._limits.unfenced
         return len(self.unfenced) >= limit and limit <= sum(
-            count for peer, count in self._num_unfenced.items() if peer in peers
+            count for peer, count in self.count_unfenced().items() if peer in peers
         )
 
     def _drop_unfenced(self) -> None:
         """Drop unfenced deliveries to disconnected ranks, oldest first, until there is place for another one."""
         peers = self._context.peers
-        for peer in list(self._num_unfenced) if len(self.unfenced) >= self._limits.unfenced else ():
+        for peer in self._unfenced_by_peer.peers if len(self.unfenced) >= self._limits.unfenced else ():
             if len(self.unfenced) >= self._limits.unfenced and peer not in peers:
                 self.peer_ended(peer)
                 peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
 
     def count_unfenced(self) -> dict[PeerId, int]:
         """Return the number of unfenced deliveries by decode rank."""
-        return dict(self._num_unfenced)
+        return {peer: self._unfenced_by_peer.count_of(peer) for peer in self._unfenced_by_peer.peers}
 
     def _find(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:
         room = self.rooms.get(delivery_id.room)

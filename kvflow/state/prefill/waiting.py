@@ -8,6 +8,7 @@ import msgspec
 from kvflow.config import Limits
 from kvflow.fair_shares import FairShares
 from kvflow.room import RoomId
+from kvflow.state.by_peer import ByPeer
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Grant, PeerId
 
@@ -59,6 +60,7 @@ class WaitingRooms:
     def __init__(self, timers: Timers[Hashable], limits: Limits) -> None:
         self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
         self._timers = timers
+        self._by_peer: ByPeer[tuple[RoomId, PeerId]] = ByPeer()
         self._count = 0
         self._grants = FairShares(limits.pending_grants)
         self._bytes = FairShares(limits.pending_grant_bytes)
@@ -99,6 +101,7 @@ class WaitingRooms:
             until: When it expires.
         """
         self._asked.setdefault(room, {})[peer] = _Kept(one, taker)
+        self._by_peer.add(peer, (room, peer))
         self._count += 1
         self._grants.add(taker, 1)
         self._bytes.add(taker, _num_bytes(one))
@@ -107,6 +110,7 @@ class WaitingRooms:
     def take(self, room: RoomId, peer: PeerId) -> Asked:
         """Remove and return the request of a decode rank for a room."""
         self._timers.clear(RoomUnopened(room, peer))
+        self._by_peer.remove((room, peer))
         one, taker = self._asked[room].pop(peer)
         self._count -= 1
         self._grants.add(taker, -1)
@@ -121,7 +125,7 @@ class WaitingRooms:
 
     def rooms_of(self, peer: PeerId) -> list[RoomId]:
         """Return the rooms that a decode rank waits for."""
-        return [room for room, asked in self._asked.items() if peer in asked]
+        return [room for room, _ in self._by_peer.keys_of(peer)]
 
     def all(self) -> list[tuple[RoomId, PeerId]]:
         """Return the room and the decode rank of every request."""

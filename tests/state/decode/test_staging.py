@@ -366,19 +366,19 @@ def test_who_is_being_read_is_looked_up_only_while_a_window_of_an_ended_rank_wai
     receiving: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms, looks = receiving.core.core.rooms, []
-    look_up = rooms.scattered_peers
+    look_up = rooms.scatter_from
 
-    def scattered_peers() -> dict[PeerId, None]:
-        looks.append(1)
-        return look_up()
+    def scatter_from(peer: PeerId) -> bool:
+        looks.append(peer)
+        return look_up(peer)
 
-    monkeypatch.setattr(rooms, "scattered_peers", scattered_peers)
+    monkeypatch.setattr(rooms, "scatter_from", scatter_from)
     receiving.notice(receiving.first)
     receiving.notice(receiving.last)
     receiving.scattered(receiving.first)
     assert not looks
     receiving.core(GONE)
     receiving.scattered(receiving.last)
-    assert len(looks) == 2
+    assert looks == [PREFILL, PREFILL]
     receiving.core(ev.PeerFenced(PREFILL))
-    assert len(looks) == 2
+    assert looks == [PREFILL, PREFILL]
