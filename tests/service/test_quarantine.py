@@ -96,7 +96,9 @@ async def test_a_full_quarantine_admits_nothing_until_an_operator_releases_it() 
             (first, _) = rank.quarantined()
             rank.release(first)
             assert len(rank.quarantined()) == 1
-        await undisturbed(deployment)
+        another = deployment.request(4, 8)
+        await another.hand_over()
+        another.assert_arrived()
 
 
 async def test_a_record_says_what_an_operator_has_to_know() -> None:

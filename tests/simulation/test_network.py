@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvflow.errors import ConfigError, Unreachable
+from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.ports import Connection, Listener
 from kvflow.testing.simulation import Faults, Process, World
 from kvflow.testing.simulation.network import HEARTBEAT_S, QUEUE_MESSAGES
@@ -266,4 +266,4 @@ def test_sockets_run_out_if_that_is_drawn(world: World) -> None:
     world.faults = Faults(connect_fails=1.0)
     process = world.start("client", lambda process: connect(world, process))
     world.run(0.0)
-    assert isinstance(process.exit, Unreachable)
+    assert isinstance(process.exit, Shortage)

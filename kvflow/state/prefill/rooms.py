@@ -767,10 +767,9 @@ class Rooms:
 
     def _follows_too_many(self) -> bool:
         """Return whether there are too many unfenced deliveries even without those to disconnected ranks."""
-        peers, limit = self._context.peers, self._limits.unfenced
-        return len(self.unfenced) >= limit and limit <= sum(
-            count for peer, count in self.count_unfenced().items() if peer in peers
-        )
+        limit, peers = self._limits.unfenced, self._context.peers
+        counts = self.count_unfenced() if len(self.unfenced) >= limit else {}
+        return limit <= sum(count for peer, count in counts.items() if peer in peers)
 
     def _drop_unfenced(self) -> None:
         """Drop unfenced deliveries to disconnected ranks, oldest first, until there is place for another one."""

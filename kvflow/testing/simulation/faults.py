@@ -107,7 +107,7 @@ CHANCES: Final = {
     "write_in_doubt": 0.15,
     "refused_write": 0.05,
     "refused_peer": 0.2,
-    "corrupt_write": 0.2,
+    "corrupt_write": 0.6,
     "late_notice": 0.3,
     "lost_notice": 0.1,
     "forged_notice": 0.3,
@@ -144,7 +144,9 @@ AFTER_THE_END: Final = ("lingering_write", "writes_of_dead")
 """What continues after it should have ended; this requires another fault first."""
 
 RACING: Final = 0.3
-RACES: Final = {"abort": 0.6, "delay": 0.3, "reorder": 0.3, "late_grant": 0.8, "slow_thread": 0.7, "forged_notice": 0.3}
+RACES: Final = {
+    "abort": 0.6, "delay": 0.3, "reorder": 0.3, "late_grant": 0.8, "slow_thread": 0.7, "forged_notice": 0.3,
+}  # fmt: skip
 """Used together, at a high rate, so that messages and work of ended transfers meet those of new ones."""
 
 LONE: Final = 0.15
