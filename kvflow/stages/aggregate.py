@@ -90,8 +90,7 @@ class Aggregate:
         async with self._scatters:
             began = self._context.now()
             try:
-                work = self._scatter_work(effect)
-                await self._context.in_thread(lambda: work.scatter(effect.notice.num_bytes))
+                await self._context.in_thread(lambda: self._scatter_work(effect).scatter(effect.notice.num_bytes))
             except (PlanError, MemoryError) as error:
                 detail = f"{effect.rank.peer.rank}: {str(error) or 'out of memory'}"
                 failure = self._context.failure(FailureReason.PROTOCOL, Stage.AGGREGATE, detail)
