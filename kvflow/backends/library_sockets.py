@@ -81,11 +81,13 @@ class LibrarySockets:
     Attributes:
         ports: Ports on which connections from peers were accepted.
         hosts: Remote hosts of all connections so far, in network byte order.
+        is_sending: Whether data was unacknowledged when `close_silent` last looked.
     """
 
     def __init__(self, epolls: Collection[int]) -> None:
         self.ports: set[int] = set()
         self.hosts: set[bytes] = set()
+        self.is_sending = False
         self._epolls = tuple(epolls)
         self._prepared: set[int] = set()
 
@@ -114,14 +116,20 @@ class LibrarySockets:
         watched = self.watched()
         self._prepared &= watched.keys()
         closed = []
+        self.is_sending = False
         for inode, fd in watched.items():
             with opened(fd, inode) as found:
                 if found is None or found.family not in INTERNET:
                     continue
                 if inode not in self._prepared and self._prepare(found):
                     self._prepared |= {inode}
-                if (silent := _silent(found)) is not None:
-                    closed.append(silent)
+                state, retransmits, num_unacked, silent_ms = _info(found)
+                if state not in (ESTABLISHED, CLOSE_WAIT) or not num_unacked:
+                    continue
+                self.is_sending = True
+                is_silent = retransmits >= MIN_RETRANSMITS and silent_ms >= SILENT_S * 1e3
+                if is_silent and (address := _remote(found)) is not None:
+                    closed.append(SilentConnection(address, silent_ms / 1e3))
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
                     shut_down(found)
         return closed
@@ -204,20 +212,12 @@ def shut_down(found: socket.socket) -> None:
             raise
 
 
-def _silent(found: socket.socket) -> SilentConnection | None:
-    state, retransmits, num_unacked, silent_ms = _info(found)
-    if (
-        state not in (ESTABLISHED, CLOSE_WAIT)
-        or not num_unacked
-        or retransmits < MIN_RETRANSMITS
-        or silent_ms < SILENT_S * 1e3
-    ):
-        return None
+def _remote(found: socket.socket) -> str | None:
     try:
         host, port = found.getpeername()[:2]
     except OSError:  # it has just ended
         return None
-    return SilentConnection(f"{host}:{port}", silent_ms / 1e3)
+    return f"{host}:{port}"
 
 
 def _info(found: socket.socket) -> tuple[int, int, int, int]:

@@ -59,12 +59,12 @@ class PollIntervals:
     Attributes:
         busy_s: While the agent is busy.
         quiet_s: While it is busy but has had no events for long; pauses grow from `busy_s` to this.
-        idle_s: While it is not busy; None for no polls.
+        idle_s: While it is not busy, unless it may sleep.
     """
 
     busy_s: float
     quiet_s: float
-    idle_s: float | None
+    idle_s: float
 
 
 class Polled(Protocol):
@@ -75,6 +75,9 @@ class Polled(Protocol):
 
     def is_busy(self) -> bool:
         """Return whether events are expected soon."""
+
+    def may_sleep(self) -> bool:
+        """Return whether it needs no polls before the next command, if it is not busy."""
 
 
 class OwnerThread:
@@ -251,7 +254,7 @@ class OwnerThread:
         if self._agent is None:
             return None
         if not self._agent.is_busy():
-            return self._intervals.idle_s
+            return None if self._agent.may_sleep() else self._intervals.idle_s
         now = time.monotonic()
         lull_s = LULL * min(self._gaps) - (now - self._found_at)
         pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))

@@ -14,9 +14,11 @@ import anyio
 import msgspec
 import pytest
 
-from kvflow.backends import create_backend
+from kvflow.backends import create_backend, library_sockets
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.mooncake import MooncakeBackend, engine, library
+from kvflow.backends.mooncake import agent as mooncake_agent
+from kvflow.backends.mooncake import backend as mooncake_backend
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.library import BUILDS
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
@@ -172,22 +174,32 @@ async def test_opening_can_be_cancelled() -> None:
     assert not has_thread(name)
 
 
-async def test_the_owner_sleeps_unless_a_write_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_owner_sleeps_unless_something_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, status = record_waits(monkeypatch), [0]
     check = engine.Engine.check
     monkeypatch.setattr(engine.Engine, "check", lambda self, transfer_id: check(self, transfer_id) if status[0] else 0)
-    busy_s = 1.5e-4
+    busy_s, check_s = 1.5e-4, 1e-2
+    monkeypatch.setattr(mooncake_backend, "CHECK_S", check_s)
+    monkeypatch.setattr(mooncake_agent, "CHECK_S", check_s)
     async with (
         open_endpoints("mooncake", count=1, options={"busy_interval_s": busy_s}) as (source,),
         open_backend(MooncakeBackend()) as target,
     ):
         await source.connect(target)
         assert busy_s not in waits
-        source.backend.watch(active=True)
         source.post(1, target, copies(source, target))
         await until(lambda: waits.count(busy_s) > 20)
         status[0] = 1
         await source.take_ends()
+        await until(lambda: waits[-1] is None)
+        with monkeypatch.context() as patch:  # as if something were unacknowledged
+            patch.setattr(library_sockets, "_info", lambda _: (library_sockets.ESTABLISHED, 0, 1, 0))
+            source.backend.watch(active=False)
+            await until(lambda: waits[-3:] == [check_s] * 3)
+        source.backend.watch(active=True)
+        num_waits = len(waits)
+        await until(lambda: waits[num_waits:].count(check_s) > 3)
+        source.backend.watch(active=False)
         await until(lambda: waits[-1] is None)
         num_waits = len(waits)
         await target.close()

@@ -47,6 +47,9 @@ class Agent:
     def is_busy(self) -> bool:
         return self.busy
 
+    def may_sleep(self) -> bool:
+        return False
+
 
 class Owner(OwnerThread):
     """An owner thread that records its crashes."""
@@ -413,7 +416,7 @@ class Agent:
     def is_busy(self):
         return True
 
-owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, None))
+owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, 0.0))
 owner.submit(functools.partial(owner.adopt, Agent()))
 begun.wait()
 owner.submit(lambda: print("not any more", flush=True))
@@ -439,6 +442,9 @@ class Agent:
     def is_busy(self):
         return False
 
+    def may_sleep(self):
+        return True
+
 def call():
     begun.set()
     while not owner._barrier.is_due: time.sleep(1e-3)
@@ -451,7 +457,7 @@ def loop():
     while True:
         owner.run_now(functools.partial(print, "not any more", flush=True))
 
-owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, None))
+owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, 0.0))
 owner.submit(functools.partial(owner.adopt, Agent()))
 threading.Thread(target=loop, daemon=True).start()
 begun.wait()

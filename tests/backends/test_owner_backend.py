@@ -53,6 +53,9 @@ class Agent:
     def is_busy(self) -> bool:
         return True
 
+    def may_sleep(self) -> bool:
+        return False
+
     def poll(self) -> bool:
         if self.failing == "poll":
             self.note("poll")
@@ -68,7 +71,7 @@ class FakeBackend(OwnerBackend[Agent, ConnectedPeer]):
     capabilities = Capabilities(in_band_notices=False, memory_kinds=frozenset({"DRAM"}))
 
     def __init__(self, failing: str = "") -> None:
-        super().__init__(PollIntervals(1e-4, 1e-3, None), close_timeout_s=2.5)
+        super().__init__(PollIntervals(1e-4, 1e-3, 1e-3), close_timeout_s=2.5)
         self.log: list[str] = []
         self.failing = failing
         self.goes_on = threading.Event()

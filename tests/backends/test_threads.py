@@ -23,7 +23,7 @@ from tests.support.waiting import until
 ROOT = Path(__file__).parents[2]
 
 
-POLLS = PollIntervals(1e-4, 1e-4, None)
+POLLS = PollIntervals(1e-4, 1e-4, 1e-4)
 
 STARTERS = ("_start_new_thread", "_start_joinable_thread")
 """Functions by which `threading` starts threads, in different versions of Python."""

@@ -240,7 +240,8 @@ def credit_is_not_given_back(patch: Patch) -> None:
 
 
 def free_source_pages_are_a_proof_for_the_destination(patch: Patch) -> None:
-    patch.setattr(prefill_delivery.Delivery, "is_fenced", property(lambda self: not self._posted))
+    never = property(lambda self: False, lambda self, _: None)
+    patch.setattr(prefill_delivery.Delivery, "_lingers", never, raising=False)
 
 
 def cancels_are_not_said(patch: Patch) -> None:

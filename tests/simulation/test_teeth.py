@@ -39,7 +39,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "receivers_have_no_deadline": 2,
         "senders_have_no_deadline": 6,
         "credit_is_not_given_back": 150,
-        "free_source_pages_are_a_proof_for_the_destination": 98,
+        "free_source_pages_are_a_proof_for_the_destination": 83,
         "cancels_are_not_said": 0,
         "digests_are_believed": 86,
         "the_first_piece_of_the_last_chunk_ends_the_transfer": 0,

@@ -84,6 +84,7 @@ class Agent:
         self._cell = cell = IncarnationCell()
         self._engines: list[WritingEngine] = []
         self._silence_at = 0.0
+        self._is_settled = self._is_watching = False
         self._senders: dict[str, WritingEngine] = {}  # by principal
         self._target = self._start_engine()
         self.address = EndpointAddress(name, protocol, self._target.session, cell.incarnation, cell.address)
@@ -126,13 +127,15 @@ class Agent:
 
     def _close_silent(self) -> None:
         now = time.monotonic()
-        if now < self._silence_at:
+        self._is_settled = now >= self._silence_at
+        if not self._is_settled:  # what has happened since is checked later
             return
         self._silence_at = now + CHECK_S
         for engine in self._engines:
             for address, silent_s in engine.sockets.close_silent():
                 engine.aborted_at = time.monotonic()
                 self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
+            self._is_settled &= not engine.sockets.is_sending
 
     def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Return the engine to connect a peer through; call `give_back` afterwards.
@@ -197,6 +200,14 @@ class Agent:
             self._connections[peer].post(Post(post_id, descriptors))
         else:
             self._emit([PostEnded(post_id, "peer was disconnected")])
+
+    def watch(self, active: bool) -> None:
+        """Set whether peers are expected to write; if so, connections are checked."""
+        self._is_watching = active
+
+    def may_sleep(self) -> bool:
+        """Return whether no connection has to be checked: nothing is expected, and what was sent is acknowledged."""
+        return self._is_settled and not self._is_watching
 
     def is_busy(self) -> bool:
         """Return whether posts are queued or in flight."""

@@ -115,7 +115,8 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         environment: Variables to set before the library is loaded, unless they are set already. The library's log is
             silenced unless MC_LOG_LEVEL asks for more than errors.
         window: Maximum number of descriptors in flight to one peer.
-        busy_interval_s: Seconds between polls while something is in flight; otherwise only connections are checked.
+        busy_interval_s: Seconds between polls while something is in flight. Otherwise connections are checked while
+            transfers are open or sent data is unacknowledged, and there are no polls once nothing is left to check.
         connect_timeout_s: How long a peer may take to answer the first contact; by default as long as its handshake may
             take.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the engine, which stops them.
@@ -207,6 +208,11 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
     def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
         owner, agent = self._running()
         owner.submit(functools.partial(agent.post, post_id, peer.name, descriptors))
+
+    @override
+    def watch(self, *, active: bool) -> None:
+        if self._owner is not None and self._agent is not None:
+            self._owner.submit(functools.partial(self._agent.watch, active))
 
     @override
     def domain(self) -> bytes:

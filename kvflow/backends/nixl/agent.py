@@ -211,6 +211,10 @@ class NixlAgent:
         """Set whether notices are expected; if so, the owner thread polls often."""
         self._is_watching = active
 
+    def may_sleep(self) -> bool:
+        """Return False: notices come unannounced."""
+        return False
+
     def is_busy(self) -> bool:
         """Return whether events are expected soon."""
         return bool(self._running or self._failed) or self._is_watching
