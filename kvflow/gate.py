@@ -6,10 +6,11 @@ of grants may be sent at once: those that do not fit now wait, and nothing is lo
 not asked for is a violation.
 
 There are no timers. A decode rank repeats a Grant until it is answered; the gate then asks again for what is missing.
+What belongs to a decode rank that has left is forgotten with it, and the rest by the deadline of the grant.
 """
 
 import ipaddress
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, cast
 
@@ -39,6 +40,9 @@ PARTS_AT_ONCE: Final = 4
 OVERDUE_S: Final = 2.0
 """Time after which a part that has not arrived no longer keeps others from being asked for, in seconds."""
 
+PARTS_OF_SILENT: Final = 8
+"""Maximum number of parts that are on their way from all decode ranks whose parts are overdue, one from each."""
+
 MIN_TIMEOUT_S: Final = 1e-3
 """Timeout of a grant whose time is up, in seconds."""
 
@@ -49,6 +53,13 @@ class GrantId(NamedTuple):
     peer: PeerId
     room: RoomId
     generation: int
+
+
+class _LineKey(NamedTuple):
+    """Grants of one decode rank that take turns; those of rooms that are not open do not hold up the others."""
+
+    peer: PeerId
+    is_open: bool
 
 
 class AdmittedGrant(NamedTuple):
@@ -72,9 +83,10 @@ class _Incoming:
         missing: Parts that were asked for and have not arrived.
         again: Those of them to ask for again, in order.
         is_started: Whether there is memory for the pages.
+        is_open: Whether the engine has opened the room.
     """
 
-    def __init__(self, connection: bytes, taker: str, grant: Grant, now: float) -> None:
+    def __init__(self, connection: bytes, taker: str, grant: Grant, now: float, *, is_open: bool) -> None:
         self.connection = connection
         self.taker = taker
         self.grant = grant
@@ -85,6 +97,7 @@ class _Incoming:
         self.missing: dict[int, None] = {}
         self.again: list[int] = []
         self.is_started = False
+        self.is_open = is_open
         self._pages: dict[str, memoryview] = {}
 
     def start(self) -> None:
@@ -123,6 +136,10 @@ class _Incoming:
             del self.missing[part.part]
             self._pages[name][begin:end] = part.pages
 
+    def is_over(self, now: float) -> bool:
+        """Return whether its time is up, and its last part would have arrived."""
+        return now > self.arrived_at + self.grant.timeout_s + OVERDUE_S
+
     @property
     def is_whole(self) -> bool:
         """Whether all parts have arrived."""
@@ -142,16 +159,27 @@ class GrantGate:
         limits: Limits of the prefill rank. `pending_grant_bytes` bounds the pages that are being collected, and
             `pending_grants` the grants that wait.
         max_pages: Maximum number of pages of a grant, which decode ranks know.
-        has_place: Returns whether pages of a decode rank could be kept once they are here, given their size in bytes.
+        has_place: Returns whether pages of a decode rank could be kept until their room is open, given their size in
+            bytes.
+        is_open: Returns whether the engine has opened a room.
     """
 
-    def __init__(self, limits: Limits, max_pages: int, has_place: Callable[[PeerId, int], bool]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        max_pages: int,
+        has_place: Callable[[PeerId, int], bool],
+        is_open: Callable[[RoomId], bool],
+    ) -> None:
         self._max_pages = max_pages
         self._has_place = has_place
+        self._is_open = is_open
         self._bytes = FairShares(limits.pending_grant_bytes)
         self._grants = FairShares(limits.pending_grants)
-        self._incoming: dict[GrantId, _Incoming] = {}
-        self._lines: OrderedDict[PeerId, OrderedDict[GrantId, None]] = OrderedDict()
+        self._incoming: OrderedDict[GrantId, _Incoming] = OrderedDict()
+        self._by_key: defaultdict[PeerId | RoomId, dict[GrantId, None]] = defaultdict(dict)
+        self._lines: OrderedDict[_LineKey, OrderedDict[GrantId, None]] = OrderedDict()
+        self._silent: set[PeerId] = set()
         self._under_way: OrderedDict[tuple[GrantId, int], float] = OrderedDict()
         self._of_peer: Counter[PeerId] = Counter()
 
@@ -192,7 +220,10 @@ class GrantGate:
         if not self._grants.has_place(taker, 1):
             return False
         self._grants.add(taker, 1)
-        incoming = self._incoming[grant_id] = _Incoming(connection, taker, grant, now)
+        incoming = _Incoming(connection, taker, grant, now, is_open=self._is_open(grant_id.room))
+        self._incoming[grant_id] = incoming
+        for key in (grant_id.peer, grant_id.room):
+            self._by_key[key][grant_id] = None
         self._queue(grant_id, incoming)
         return True
 
@@ -206,23 +237,43 @@ class GrantGate:
         if incoming is None:
             raise _not_asked_for(part)
         incoming.store(part)
+        self._silent.discard(grant_id.peer)
         self._arrived((grant_id, part.part))
         if not incoming.is_whole:
             return None
         self.drop(grant_id)
         return incoming.admitted(now)
 
-    def drop(self, grant_id: GrantId) -> None:
-        """Forget a grant, for example because it was cancelled."""
+    def drop(self, grant_id: GrantId) -> bool:
+        """Forget a grant, for example because it was cancelled; return whether it was known."""
         incoming = self._incoming.pop(grant_id, None)
         if incoming is None:
-            return
+            return False
+        for key in (grant_id.peer, grant_id.room):
+            del self._by_key[key][grant_id]
+            if not self._by_key[key]:
+                del self._by_key[key]
         self._grants.add(incoming.taker, -1)
         if incoming.is_started:
             self._bytes.add(incoming.taker, -incoming.num_bytes)
         for part in incoming.missing:
             self._arrived((grant_id, part))
-        self._leave_line(grant_id)
+        self._leave_line(grant_id, incoming)
+        return True
+
+    def drop_peer(self, peer: PeerId) -> None:
+        """Forget the grants of a decode rank that has left."""
+        for grant_id in list(self._by_key.get(peer, ())):
+            self.drop(grant_id)
+        self._silent.discard(peer)
+
+    def open(self, room: RoomId) -> None:
+        """Note that the engine has opened a room."""
+        for grant_id in self._by_key.get(room, ()):
+            incoming = self._incoming[grant_id]
+            self._leave_line(grant_id, incoming)
+            incoming.is_open = True
+            self._queue(grant_id, incoming)
 
     def ask(self, now: float, peer_at: Callable[[bytes], PeerId | None]) -> list[tuple[bytes, PagesQuery]]:
         """Return the queries to send now, each with its connection: as many as there is room for.
@@ -232,18 +283,20 @@ class GrantGate:
             peer_at: Returns the decode rank that uses a connection. Grants of others are forgotten.
         """
         self._expire(now)
+        self._look_at_oldest(now)
         queries: list[tuple[bytes, PagesQuery]] = []
         for _ in range(PARTS_IN_ALL):
             if not self._lines or len(self._under_way) >= PARTS_IN_ALL:
                 break
-            peer, line = next(iter(self._lines.items()))
-            self._lines.move_to_end(peer)
+            key, line = next(iter(self._lines.items()))
+            self._lines.move_to_end(key)
+            peer = key.peer
             grant_id = next(iter(line))
             incoming = self._incoming[grant_id]
-            if now > incoming.arrived_at + incoming.grant.timeout_s or peer_at(incoming.connection) != peer:
+            if incoming.is_over(now) or peer_at(incoming.connection) != peer:
                 self.drop(grant_id)
                 continue
-            most = min(PARTS_AT_ONCE, PARTS_OF_ONE - self._of_peer[peer], PARTS_IN_ALL - len(self._under_way))
+            most = self._most_parts(peer)
             if most <= 0 or not self._start(grant_id, incoming):
                 continue
             parts = incoming.next_parts(most)
@@ -253,15 +306,32 @@ class GrantGate:
             query = PagesQuery(room=grant_id.room, generation=grant_id.generation, start=parts.start, stop=parts.stop)
             queries.append((incoming.connection, query))
             if not incoming.wants_more:
-                self._leave_line(grant_id)
+                self._leave_line(grant_id, incoming)
         return queries
+
+    def _most_parts(self, peer: PeerId) -> int:
+        """Return how many parts a decode rank may be asked for now."""
+        of_peer = self._of_peer[peer]
+        if peer in self._silent:
+            of_silent = sum(grant_id.peer in self._silent for grant_id, _ in self._under_way)
+            return int(not of_peer and of_silent < PARTS_OF_SILENT)
+        return min(PARTS_AT_ONCE, PARTS_OF_ONE - of_peer, PARTS_IN_ALL - len(self._under_way))
+
+    def _look_at_oldest(self, now: float) -> None:
+        """Drop a grant whose time is up. Each call looks at the next one, so all get their turn."""
+        if self._incoming:
+            grant_id, incoming = next(iter(self._incoming.items()))
+            self._incoming.move_to_end(grant_id)
+            if incoming.is_over(now):
+                self.drop(grant_id)
 
     def _start(self, grant_id: GrantId, incoming: _Incoming) -> bool:
         """Return whether there is memory for the pages of a grant, and reserve it."""
         if incoming.is_started:
             return True
         taker, num_bytes = incoming.taker, incoming.num_bytes
-        if not self._bytes.has_place(taker, num_bytes) or not self._has_place(grant_id.peer, num_bytes):
+        is_kept = not incoming.is_open  # until its room is open
+        if not self._bytes.has_place(taker, num_bytes) or (is_kept and not self._has_place(grant_id.peer, num_bytes)):
             return False
         self._bytes.add(taker, num_bytes)
         incoming.start()
@@ -269,14 +339,15 @@ class GrantGate:
 
     def _queue(self, grant_id: GrantId, incoming: _Incoming) -> None:
         if incoming.wants_more:
-            self._lines.setdefault(grant_id.peer, OrderedDict())[grant_id] = None
+            self._lines.setdefault(_LineKey(grant_id.peer, incoming.is_open), OrderedDict())[grant_id] = None
 
-    def _leave_line(self, grant_id: GrantId) -> None:
-        line = self._lines.get(grant_id.peer)
+    def _leave_line(self, grant_id: GrantId, incoming: _Incoming) -> None:
+        key = _LineKey(grant_id.peer, incoming.is_open)
+        line = self._lines.get(key)
         if line is not None:
             line.pop(grant_id, None)
             if not line:
-                del self._lines[grant_id.peer]
+                del self._lines[key]
 
     def _expire(self, now: float) -> None:
         """Stop counting parts that are overdue, so that decode ranks that do not answer hold up nobody else."""
@@ -285,6 +356,7 @@ class GrantGate:
             if now < asked_at + OVERDUE_S:
                 break
             self._arrived(key)
+            self._silent.add(key[0].peer)
 
     def _arrived(self, key: tuple[GrantId, int]) -> None:
         if self._under_way.pop(key, None) is None:

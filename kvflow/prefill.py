@@ -330,6 +330,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.CheckHello(connection, hello):
                 self._hellos.start(connection, hello)
             case ef.DisconnectTransport(peer):
+                self._grants.forget(peer)
                 self._hellos.disconnect(peer)
             case ef.CountAnomaly():
                 self._count_anomaly(effect)
@@ -405,7 +406,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _handle(self, event: ev.PrefillEvent) -> Sequence[ef.PrefillEffect]:
         effects = super()._handle(event)
-        self._grants.ask_soon()
+        self._grants.follow(event)
         return effects
 
     def _take_for_directory(self, connection: bytes, message: DirectoryMessage, num_bytes: int) -> None:

@@ -1,7 +1,7 @@
 """The gate for page tables: every honest grant gets through, whatever waits; what nobody asked for is a violation."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvflow import gate
 from kvflow.config import Limits
 from kvflow.errors import RemoteProtocolError
 from kvflow.gate import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, AdmittedGrant, GrantGate, GrantId
+from kvflow.room import RoomId
 from kvflow.wire import messages
 from kvflow.wire.messages import PAGE_BYTES, Grant, GrantedPages, PagesQuery, PeerId
 from tests.support.cores import grant, peer
@@ -29,8 +30,12 @@ def small_parts() -> Iterator[None]:
         yield
 
 
-def gate_of(limits: Limits = ROOMY, has_place: Callable[[PeerId, int], bool] = lambda _peer, _size: True) -> GrantGate:
-    return GrantGate(limits, MAX_PAGES, has_place)
+def gate_of(
+    limits: Limits = ROOMY,
+    has_place: Callable[[PeerId, int], bool] = lambda _peer, _size: True,
+    open_rooms: Container[RoomId] = (),
+) -> GrantGate:
+    return GrantGate(limits, MAX_PAGES, has_place, lambda room: room in open_rooms)
 
 
 def head(room: int, num_pages: int, **changes: object) -> Grant:
@@ -186,6 +191,59 @@ def test_grants_of_others_and_late_ones_are_forgotten() -> None:
     decode.say(one, 1, 9)
     assert ask(one, decode, now=1e6) == []
     assert len(one) == 0
+
+
+def test_what_a_decode_rank_has_taken_is_free_once_it_leaves() -> None:
+    one, gone, other = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
+    gone.say(one, 1, 2 * PART)
+    assert num_parts(ask(one, gone)) == 2
+    other.say(one, 2, 2 * PART)
+    assert ask(one, other) == []
+    one.drop_peer(gone.peer)
+    assert num_parts(ask(one, other)) == 2
+    assert len(one) == 1
+
+
+def test_a_grant_that_is_never_answered_ends_by_its_deadline() -> None:
+    one, silent, other = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
+    silent.say(one, 1, 2 * PART)
+    ask(one, silent)
+    late = head(1, 1).timeout_s + OVERDUE_S + 1.0
+    other.say(one, 2, 2 * PART, late)
+    assert num_parts(ask(one, silent, other, now=late)) == 2
+    assert len(one) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_rooms_that_are_not_open_do_not_hold_up_those_that_are(when: str) -> None:
+    one, decode = gate_of(has_place=lambda _peer, _size: False, open_rooms=[3] if when == "before" else []), Decode(0)
+    for room in (1, 2, 3):
+        decode.say(one, room, PART)
+    if when == "after":
+        assert ask(one, decode) == []
+        one.open(3)
+    assert [int(query.room) for _, query in ask(one, decode)] == [3]
+
+
+def test_decode_ranks_that_do_not_answer_leave_the_turns_to_others() -> None:
+    one, silent, honest = gate_of(), [Decode(number) for number in range(1, 40)], Decode(0)
+    now = 0.0
+    for _ in range(10):  # until each was asked once
+        for decode in silent:
+            decode.say(one, 1, 9 * PART, now)
+        ask(one, *silent, now=now)
+        now += OVERDUE_S
+    for decode in silent:
+        decode.say(one, 1, 9 * PART, now)
+    assert num_parts(ask(one, *silent, now=now)) == gate.PARTS_OF_SILENT
+    honest.say(one, 1, 2 * PARTS_OF_ONE * PART, now)
+    assert num_parts(ask(one, *silent, honest, now=now)) > 1
+    (again, query), *_ = ask(one, *silent, honest, now=now + OVERDUE_S)
+    answering = silent[int(again) - 1]
+    one.take(answering.id(1), answering.answers(query)[0], now + OVERDUE_S)
+    answering.say(one, 1, 9 * PART, now + OVERDUE_S)
+    queries = ask(one, answering, now=now + OVERDUE_S)
+    assert num_parts(queries) > 1, "it answers again"
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,6 +18,7 @@ from kvflow.wire.messages import (
     GrantedPages,
     Hello,
     Message,
+    PeerId,
     Ping,
     Pong,
     Refuse,
@@ -52,7 +53,7 @@ class GrantCollector:
         self._context = context
         self._core = core
         self._send = send
-        self._gate = GrantGate(limits, core.max_pages, core.has_place)
+        self._gate = GrantGate(limits, core.max_pages, core.has_place, core.is_open)
         self._is_asking_soon = False
 
     def take(self, connection: bytes, message: RankMessage) -> bool:
@@ -75,8 +76,9 @@ class GrantCollector:
             if admitted is not None:
                 self._context.dispatch(ev.MessageArrived(admitted.connection, admitted.grant, was_new=True))
         elif isinstance(message, Cancel | Decline):
-            self._gate.drop(grant_id)
-            return False
+            if not self._gate.drop(grant_id):
+                return False
+            self._context.dispatch(ev.MessageArrived(connection, message, was_new=True))
         elif not message.num_pages or not self._core.needs_pages(connection, message):
             return False
         elif not self._gate.receive(connection, self._core.taker(peer), grant_id, message, now):
@@ -84,8 +86,17 @@ class GrantCollector:
         self._ask()
         return True
 
-    def ask_soon(self) -> None:
-        """Ask for pages on the next turn of the event loop, if any are wanted: there may be memory for them now."""
+    def forget(self, peer: PeerId) -> None:
+        """Forget the grants of a decode rank that was disconnected."""
+        self._gate.drop_peer(peer)
+
+    def follow(self, event: ev.PrefillEvent) -> None:
+        """Follow an event of the core: grants of a room that was opened no longer wait behind others.
+
+        If any pages are wanted, ask for them on the next turn of the event loop: there may be memory for them now.
+        """
+        if isinstance(event, ev.SendOpened):
+            self._gate.open(event.room)
         if self._gate.has_lines and not self._is_asking_soon:
             self._is_asking_soon = True
             asyncio.get_running_loop().call_soon(self._ask)

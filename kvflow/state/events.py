@@ -231,7 +231,8 @@ class MessageArrived(msgspec.Struct, frozen=True):
         principal: For a Hello, the authenticated identity of the sender, independent of the names in the message; empty
             if the rank does not require keys.
         num_bytes: Size of the message.
-        was_new: True for a Grant that was new when it arrived, and whose pages have arrived since.
+        was_new: True for a Grant that was new when it arrived, and whose pages have arrived since; and for the message
+            that ends one before they have.
     """
 
     connection: bytes

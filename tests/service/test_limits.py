@@ -1,7 +1,7 @@
 """What a rank accepts from its engine fits the limits of the other side, or is refused here, by name."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import anyio
@@ -15,8 +15,10 @@ import kvflow
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
-from kvflow.state.decode.room import PAGES_INLINE_IN_ALL
-from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART
+from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, Room
+from kvflow.state.effects import DecodeEffect
+from kvflow.state.events import MessageArrived
+from kvflow.wire.messages import PAGE_BYTES, PAGES_INLINE, PAGES_PER_PART, Goodbye, PagesQuery, PeerId
 from tests.support.instances import PATIENT, decode_config, prefill_config
 
 pytestmark = pytest.mark.anyio
@@ -111,6 +113,64 @@ async def _receive(both: Pair, room: int, num_pages: int) -> None:
     pages = {"kv": np.arange(num_pages)}
     async with both.decode.receive(room, prefill=both.prefill.endpoint, tokens=(0, num_pages), pages=pages) as receiver:
         await receiver.done()
+
+
+@pytest.fixture
+def never_sent(monkeypatch: pytest.MonkeyPatch) -> anyio.Event:
+    """Have decode ranks keep their pages for themselves; the event is set once they were asked for."""
+    asked = anyio.Event()
+
+    def keep(_room: Room, _peer: PeerId, _query: PagesQuery) -> list[DecodeEffect]:
+        asked.set()
+        return []
+
+    monkeypatch.setattr(Room, "send_pages", keep)
+    return asked
+
+
+async def test_prefill_learns_that_a_request_is_cancelled_while_its_pages_arrive(never_sent: anyio.Event) -> None:
+    num_pages = PAGES_INLINE + 1
+    receiving = anyio.CancelScope()
+    async with pair(num_pages) as both, anyio.create_task_group() as tasks:
+
+        async def receive() -> None:
+            with receiving:
+                await _receive(both, 1, num_pages)
+
+        async def send() -> None:
+            async with both.prefill.send(1) as sender:
+                await never_sent.wait()
+                receiving.cancel()
+                await sender.finish((0, num_pages), {"kv": np.arange(num_pages)})
+
+        tasks.start_soon(receive)
+        with pytest.raises(kvflow.TransferFailed) as caught:
+            await send()
+        assert (caught.value.reason, caught.value.detected_by) == (FailureReason.ABORTED, "decode/0")
+
+
+async def test_a_decode_rank_that_is_lost_while_its_pages_arrive_leaves_their_place_to_others(
+    never_sent: anyio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_pages = PAGES_INLINE + 1
+    async with (
+        pair(num_pages, limits=Limits(pending_grant_bytes=2 * PAGE_BYTES * num_pages)) as both,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def receive() -> None:
+            with suppress(kvflow.KvflowError):
+                await _receive(both, 1, num_pages)
+
+        tasks.start_soon(receive)
+        await never_sent.wait()
+        monkeypatch.undo()
+        (connection,) = both.prefill._core.connections()
+        both.prefill.dispatch(MessageArrived(connection, Goodbye(peer=both.decode.me)))
+        target = np.zeros(num_pages, np.uint8)
+        async with kvflow.DecodeRank(decode_config(None, timeouts=PATIENT), layout_of(target)) as other:
+            await Pair(both.prefill, other, both.source, target).hand_over(2, num_pages)
+        tasks.cancel_scope.cancel()
 
 
 def around(limit: int) -> st.SearchStrategy[int]:

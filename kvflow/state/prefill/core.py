@@ -222,6 +222,10 @@ class PrefillCore:
         """Return whether page tables of a decode rank can be kept until their room is open."""
         return peer in self.peers and self.rooms.waiting.has_bytes(self.peers.taker(peer), num_bytes)
 
+    def is_open(self, room: RoomId) -> bool:
+        """Return whether the engine has opened a room."""
+        return room in self.rooms.rooms
+
     def warm_up_core(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
         """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
 
@@ -564,9 +568,11 @@ class PrefillCore:
         if isinstance(message, Grant):
             leaving = self._leaving.failure
             return self.rooms.grant(peer, message, now, leaving=leaving, denied=denied, was_new=was_new)
-        return self._obey(peer, message, now, denied)
+        return self._obey(peer, message, now, denied, was_new=was_new)
 
-    def _obey(self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None) -> list[PrefillEffect]:
+    def _obey(
+        self, peer: DecodePeer, message: AnyMessage, now: float, denied: Failure | None, *, was_new: bool
+    ) -> list[PrefillEffect]:
         match message:
             case Announce():
                 return self.rooms.announce(peer, message, now, leaving=self._leaving.failure, denied=denied)
@@ -582,7 +588,7 @@ class PrefillCore:
             case Pong():
                 return self._is_alive(peer)
             case Cancel():
-                effects = self.rooms.cancel(peer.id, message, now)
+                effects = self.rooms.cancel(peer.id, message, now, was_asked=was_new)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
                 return effects
             case Decline():

@@ -255,8 +255,8 @@ class Rooms:
         announcement = Announcement(announce.generation, announce.num_decode_ranks, until)
         return self._ask(delivery_id, announcement, now, leaving)
 
-    def cancel(self, peer: PeerId, cancel: Cancel, now: float) -> list[PrefillEffect]:
-        """Stop a delivery; an unknown one has no posts, so Drained is sent at once."""
+    def cancel(self, peer: PeerId, cancel: Cancel, now: float, *, was_asked: bool = False) -> list[PrefillEffect]:
+        """Stop a delivery; an unknown one, even if it `was_asked`, has no posts, so Drained is sent at once."""
         delivery_id = DeliveryId(cancel.room, peer, cancel.generation)
         room, delivery = self._find(delivery_id)
         if room is not None and delivery is not None:
@@ -264,9 +264,8 @@ class Rooms:
         unfenced = self.unfenced.get(delivery_id)
         if unfenced is not None:
             return self._settle_unfenced(unfenced, unfenced.cancel(cancel))
-        effects: list[PrefillEffect] = []
-        if self._withdraw(delivery_id):
-            effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True)
+        is_known = self._withdraw(delivery_id) or was_asked
+        effects = self._give_up(delivery_id, cancel.failure, now, was_asked=True) if is_known else []
         self._context.peers.close(delivery_id, cancel.failure)  # its grant may be in flight, and must not be served
         return [*effects, *self._context.drained(delivery_id, cancel.failure)]
 
