@@ -71,8 +71,6 @@ class PoolShape(msgspec.Struct, frozen=True, kw_only=True):
 class PagePool:
     """Pages of one rank in one allocation, one tensor after another; initially zero.
 
-    The memory lives as long as the pool, which must outlive every rank that uses its layout.
-
     Attributes:
         shape: Shape of the cache.
         num_pages: Usable pages.
@@ -87,6 +85,7 @@ class PagePool:
         self.tensor_bytes = (num_pages + SPARE_PAGES) * shape.page_bytes
         self.memory = np.zeros(shape.num_tensors * self.tensor_bytes, np.uint8)
         self.layout = KVLayout((Component("kv", self._regions()),), fingerprint, (self.range,))
+        self.layout.keep([self.memory])
 
     @property
     def range(self) -> MemoryRange:

@@ -33,7 +33,9 @@ def layout_of(memory: Bytes) -> KVLayout:
     """Return a pool with one byte for each page, and one token in each page."""
     size = len(memory)
     region = Region("k", 0, memory.ctypes.data, size, 1, 1, 1, (0, 1), 1, 1, "uint8")
-    return KVLayout((Component("kv", (region,)),), "bytes")
+    layout = KVLayout((Component("kv", (region,)),), "bytes")
+    layout.keep([memory])
+    return layout
 
 
 @dataclass

@@ -65,6 +65,7 @@ class Pool:
         regions = tuple(self._region(tensor, layer) for layer in range(shape.num_layers) for tensor in ("k", "v"))
         allocations = tuple(sorted(MemoryRange(address, size) for address in self._addresses))
         self.layout = KVLayout((Component("kv", regions),), fingerprint, allocations)
+        self.layout.keep(self.buffers)
 
     def randomize(self, rng: np.random.Generator) -> None:
         for buffer in self.buffers:

@@ -1,11 +1,12 @@
 """The demo's language models: a real one from a Python package, and a tiny random one without dependencies."""
 
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -40,6 +41,10 @@ class _Tokenizer(Protocol):
     def encode(self, prompt: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+CACHE: Final = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+"""Name of the argument that holds the cache: it changed in transformers 5.24."""
 
 
 class LanguageModel:
@@ -79,7 +84,7 @@ class LanguageModel:
     @torch.inference_mode()
     def step(self, ids: Sequence[int], cache: DynamicCache) -> int:
         """Append tokens to the cache, and return the most likely next one."""
-        output = self.network(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.network(torch.tensor([ids]), use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return int(output.logits[0, -1].argmax())
 
     def generate(self, first: int, cache: DynamicCache, num_tokens: int) -> Iterator[int]:
