@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -128,6 +129,7 @@ class Sockets:
 
     def __init__(self) -> None:
         self._context: Context | None = None
+        self._starting = threading.Lock()  # event loops of several threads may open ranks at the same time
         self._names = itertools.count()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -137,8 +139,9 @@ class Sockets:
         Raises:
             Shortage: As in `new_context`.
         """
-        self._context = self._context or new_context()
-        return self._context
+        with self._starting:
+            self._context = self._context or new_context()
+            return self._context
 
     def make(self, kind: int, context: Context | None = None) -> ZmqSocket:
         """Create an unconnected socket.
@@ -194,6 +197,7 @@ class Sockets:
     def _forget(self) -> None:
         """Drop the context, because a forked child has none of libzmq's threads."""
         self._context = None
+        self._starting = threading.Lock()
 
 
 sockets: Final = Sockets()
