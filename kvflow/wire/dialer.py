@@ -56,8 +56,7 @@ PEER_HUNG_UP: Final = (errno.EPIPE, errno.ECONNRESET)
 """Error numbers with HANDSHAKE_FAILED_NO_DETAIL that mean that the peer hung up, rather than that time ran out."""
 
 DESCRIPTORS: Final = 5
-"""Descriptors of a connection: two for each attempt's sockets, one for its monitor, and one to look at it.
-"""
+"""Descriptors of a connection: two for each attempt's sockets, one for its monitor, and one to look at it."""
 
 DIAGNOSE_AFTER_S: Final = 0.4
 DIAGNOSE_AGAIN_S: Final = 5.0

@@ -76,8 +76,7 @@ Context = zmq.Context[ZmqSocket]
 
 
 CONTEXT_DESCRIPTORS: Final = 6
-"""Descriptors of a context: an event and an epoll instance for each of its two threads, its own event, and a socket's.
-"""
+"""Descriptors of a context: an event and an epoll instance for each of its two threads, its event and its socket's."""
 
 CONTEXT_THREADS: Final = 2
 
