@@ -24,7 +24,7 @@ from kvflow.wire.messages import (
 )
 from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, works
 from tests.support.failures import catch
-from tests.support.instances import QUICK, Deployment, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import QUICK, Deployment, anomalies_of, decode_config, deploy, make_pool, prefill_config
 from tests.support.trusts import new_trust, trusting, trusts
 
 pytestmark = pytest.mark.anyio
@@ -49,7 +49,7 @@ def hellos_of(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> list[t
 async def test_transfers_work_with_keys(backend: str) -> None:
     async with guarded(backend=backend) as deployment:
         await works(deployment)
-        assert [statistics.anomalies for statistics in deployment.statistics()] == [{}, {}]
+        assert [anomalies_of(statistics) for statistics in deployment.statistics()] == [{}, {}]
 
 
 async def outsider(trust: kvflow.Trust | None, deployment: Guarded, prefill: str | kvflow.Endpoint) -> TransferFailed:

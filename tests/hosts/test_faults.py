@@ -286,7 +286,7 @@ def test_bytes_of_a_dead_process_land_in_pages_that_are_held(deploy: Deploy, bac
     The heal must come before decode gives the silent connection up, which resets what comes later.
     """
     deployment = steady(deploy, backend=backend, registry_on="b")
-    healed = faults.late_landing(deployment, 3.0)
+    healed = faults.late_landing(deployment, 2.0)
     landed = deployment.decode.wait_for(lines.Landed, 20.0, where=lambda report: report.at > healed)
     assert landed.memory in ("draining", "quarantined")
     assert_quiet(deployment, landed.at, QUIET_S, deployment.decode)  # the connections end after the last byte

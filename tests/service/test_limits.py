@@ -19,7 +19,7 @@ from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, Room
 from kvflow.state.effects import DecodeEffect
 from kvflow.state.events import MessageArrived
 from kvflow.wire.messages import PAGE_BYTES, PAGES_INLINE, PAGES_PER_PART, Goodbye, PagesQuery, PeerId
-from tests.support.instances import PATIENT, decode_config, prefill_config
+from tests.support.instances import PATIENT, anomalies_of, decode_config, prefill_config
 
 pytestmark = pytest.mark.anyio
 
@@ -65,7 +65,7 @@ class Pair:
         np.testing.assert_array_equal(self.target[received], self.source[sent])
 
     def anomalies(self) -> list[dict[str, int]]:
-        return [dict(rank.statistics().anomalies) for rank in (self.prefill, self.decode)]
+        return [anomalies_of(rank.statistics()) for rank in (self.prefill, self.decode)]
 
 
 @asynccontextmanager

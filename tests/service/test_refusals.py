@@ -24,7 +24,7 @@ from kvflow.errors import (
 )
 from kvflow.state.tables import Memory
 from tests.support.failures import catch
-from tests.support.instances import Deployment, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import Deployment, anomalies_of, decode_config, deploy, make_pool, prefill_config
 from tests.support.trusts import trusts
 from tests.support.waiting import until
 
@@ -91,9 +91,9 @@ async def test_a_failed_handshake_fails_the_rooms_of_every_prefill_rank(model: s
             assert [failure.reason for failure in (failed, *failures)] == 3 * [reason]
             assert {failure.detail for failure in failures} == {failed.detail}
             assert {failure.detected_by for failure in failures} == {"decode/0"}
-        assert decode.statistics().anomalies == {}
+        assert anomalies_of(decode.statistics()) == {}
         for rank in prefill:
-            assert rank.statistics().anomalies == {}
+            assert anomalies_of(rank.statistics()) == {}
 
 
 async def hold(deployment: Deployment) -> kvflow.RoomReceiver:

@@ -10,7 +10,7 @@ import pytest
 
 from kvflow.observe.times import Duration, StageTimes
 from kvflow.statistics import RankStatistics, StagingStatistics
-from tests.support.instances import BACKENDS, Deployment, deploy
+from tests.support.instances import BACKENDS, Deployment, anomalies_of, deploy
 
 pytestmark = pytest.mark.anyio
 
@@ -48,7 +48,12 @@ def take_census(deployment: Deployment) -> Census:
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         threads=sorted(thread.name for thread in threading.enumerate()),
         tables=[
-            statistics._replace(times=StageTimes(), loop_lag=Duration(), staging=StagingStatistics())
+            statistics._replace(
+                anomalies=anomalies_of(statistics),  # this census itself holds the loop
+                times=StageTimes(),
+                loop_lag=Duration(),
+                staging=StagingStatistics(),
+            )
             for statistics in deployment.statistics()
         ],
         objects=objects,
@@ -76,7 +81,7 @@ async def test_a_thousand_transfers_one_after_another(backend: str) -> None:
             await transfer_once(deployment, room)
         await deployment.settle()
         after = take_census(deployment)
-        assert after.descriptors == before.descriptors
+        assert after.descriptors <= before.descriptors
         assert after.threads == before.threads
         assert after.tables == before.tables
         assert {name: more for name, more in (after.objects - before.objects).items() if more > SWEPT_LATE} == {}

@@ -18,7 +18,7 @@ from kvflow.wire.messages import PeerId, RankId
 from kvflow.wire.ticket import Ticket
 from tests.observe.lines import printed
 from tests.support.failures import catch
-from tests.support.instances import QUICK, decode_config, make_pool, prefill_config
+from tests.support.instances import QUICK, anomalies_of, decode_config, make_pool, prefill_config
 from tests.support.ports import is_free, unused_port
 from tests.support.slow import MOONCAKE_SLOWLY
 from tests.support.waiting import until
@@ -84,7 +84,7 @@ async def test_an_instance_is_found_by_address_ticket_and_name_with_one_handshak
         for ticket in tickets:
             await hand_over(ranks, decode, ticket, int(str(ticket["room"])))
         assert decode.statistics().peers == num_ranks
-        assert [rank.statistics().anomalies for rank in ranks] == [{}] * num_ranks
+        assert [anomalies_of(rank.statistics()) for rank in ranks] == [{}] * num_ranks
 
 
 @pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)

@@ -24,6 +24,7 @@ __all__ = [
     "QUICK",
     "Deployment",
     "Request",
+    "anomalies_of",
     "decode_config",
     "deploy",
     "make_pool",
@@ -103,6 +104,11 @@ class Deployment:
         taken, free[:] = free[:count], free[count:]
         assert len(taken) == count
         return taken
+
+
+def anomalies_of(statistics: RankStatistics) -> dict[str, int]:
+    """Return a rank's anomalies without those that a busy machine causes."""
+    return {kind: count for kind, count in statistics.anomalies.items() if kind != "event_loop_starved"}
 
 
 def is_settled(statistics: RankStatistics) -> bool:
