@@ -34,6 +34,7 @@ from kvflow.gate import host_denial, ticket_denial
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange
+from kvflow.hosts import default_host
 from kvflow.observe.trace import TransferLine
 from kvflow.ports import Ports
 from kvflow.rank import Rank
@@ -50,7 +51,6 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust
-from kvflow.wire.hosts import default_host
 from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
 from kvflow.wire.ticket import Ticket
 

@@ -21,10 +21,10 @@ from typing import Final
 
 from kvflow.capability import sign
 from kvflow.config import check_duration, check_trust
+from kvflow.control.curve import new_keys, public_key_of
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId
 from kvflow.trust import SECRET_BYTES, Trust, TrustedKey, is_key
-from kvflow.wire.curve import new_keys, public_key_of
 
 __all__ = [
     "add_peer",

@@ -12,11 +12,14 @@ from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.config import PrefillConfig, check_argument
+from kvflow.control.reading import OrderedReading
+from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, TokenPages, pages_spanned
 from kvflow.geometry.ranges import TokenRange, held_range
+from kvflow.hosts import host_of
 from kvflow.observe.trace import TransferLine
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
@@ -40,7 +43,6 @@ from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import Reader, Unread, encode
-from kvflow.wire.hosts import host_of
 from kvflow.wire.messages import (
     MAX_DOMAIN_BYTES,
     Failure,
@@ -51,8 +53,6 @@ from kvflow.wire.messages import (
     RankRecord,
     Refuse,
 )
-from kvflow.wire.reading import OrderedReading
-from kvflow.wire.rejections import RejectionLimiter
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["PrefillRank", "RoomSender"]

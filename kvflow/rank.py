@@ -28,6 +28,7 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
+from kvflow.control.reading import ReadingContext
 from kvflow.errors import (
     CapacityExceeded,
     ConfigError,
@@ -60,7 +61,6 @@ from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
-from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Rank"]
 

@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 import anyio
 import anyio.to_thread
 
+from kvflow.control.channel import ZmqControl
 from kvflow.errors import ThreadShortage
 from kvflow.ports import Ports
-from kvflow.wire.channel import ZmqControl
 
 __all__ = ["MAX_THREADS", "WorkerThreads", "system_ports"]
 

@@ -1,6 +1,9 @@
 """A process's own keys and the public keys that it trusts. Pure; `kvflow.keys` handles files.
 
 Keys are those of CurveZMQ (Curve25519), written as 64 hexadecimal digits.
+
+A *principal* is the set of peers whose keys are listed for the same instances. A peer can invent rank names, and
+instance names that match a `*`, but not principals. So limits apply to principals.
 """
 
 import hashlib
@@ -22,7 +25,9 @@ __all__ = [
     "TrustedKey",
     "is_key",
     "matches_instance",
+    "principal_of",
     "short",
+    "speaks_for",
 ]
 
 HEX_DIGITS: Final = 64
@@ -224,3 +229,13 @@ def _distinct(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 PLAIN: Final = Trust.none()
+
+
+def principal_of(names: tuple[str, ...]) -> str | None:
+    """Return a string that identifies a principal, given the instance names it may use; None without keys."""
+    return None if names == (ANY,) else "\n".join(names)
+
+
+def speaks_for(names: tuple[str, ...], instance: str) -> bool:
+    """Return whether an instance matches one of the names that a peer may act for."""
+    return any(matches_instance(name, instance) for name in names)

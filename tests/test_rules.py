@@ -101,7 +101,7 @@ def test_what_needs_no_library_loads_none() -> None:
 def test_what_is_loaded_can_be_seen() -> None:
     """The check can find violations; numpy itself loads only `ctypes`."""
     assert modules_after(*ALLOWED, *STANDARD) & IMPURE <= {"ctypes"}
-    assert own_modules_after("kvflow.wire.channel") >= {"zmq", "asyncio", "socket"}
+    assert own_modules_after("kvflow.control.channel") >= {"zmq", "asyncio", "socket"}
     assert own_modules_after("kvflow.observe.logs") >= {"structlog", "logging"}
 
 

@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from kvflow.wire.hosts import is_own_address
+from kvflow.hosts import is_own_address
 
 __all__ = [
     "Connections",

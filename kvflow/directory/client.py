@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
+from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnObstacle, ignore_obstacle
-from kvflow.state.rate_limiter import RateLimiter
+from kvflow.rate_limiter import RateLimiter
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
@@ -23,7 +24,6 @@ from kvflow.wire.messages import (
     RegistrationConflict,
     Unregister,
 )
-from kvflow.wire.reading import OrderedReading, ReadingContext
 
 __all__ = ["RegistryClient"]
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+from kvflow.control.reading import ReadingContext
 from kvflow.directory.client import CONNECTED, RegistryClient
 from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
@@ -13,7 +14,6 @@ from kvflow.state.decode.handshake import MAX_LOOKUPS
 from kvflow.state.events import InstanceAddress, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
-from kvflow.wire.reading import ReadingContext
 
 __all__ = ["Directories"]
 

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, Self
 import anyio.lowlevel
 
 from kvflow.config import check_bind, check_needs_trust, check_type
+from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory.service import DirectoryMessage, DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError
 from kvflow.keys import renewed_trust
@@ -16,7 +17,6 @@ from kvflow.ports import Listener, Ports
 from kvflow.system import system_ports
 from kvflow.trust import PLAIN, Trust, short
 from kvflow.wire.codec import Reader
-from kvflow.wire.rejections import RejectionLimiter
 
 __all__ = ["Registry", "RegistryStatistics"]
 

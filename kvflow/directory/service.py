@@ -11,7 +11,8 @@ from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
-from kvflow.state.rate_limiter import RateLimiter
+from kvflow.rate_limiter import RateLimiter
+from kvflow.trust import principal_of, speaks_for
 from kvflow.wire.codec import MAX_RECORDS_BYTES, Unread, encode
 from kvflow.wire.messages import (
     Lookup,
@@ -26,7 +27,6 @@ from kvflow.wire.messages import (
     SealedRegister,
     Unregister,
 )
-from kvflow.wire.principals import principal_of, speaks_for
 
 __all__ = ["DIRECTORY_KINDS", "DirectoryMessage", "DirectoryService", "seal"]
 

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.capability import denial
+from kvflow.rate_limiter import RateLimiter
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
-from kvflow.state.rate_limiter import RateLimiter
-from kvflow.trust import Trust
+from kvflow.trust import Trust, principal_of, speaks_for
 from kvflow.wire.codec import Unread
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
-from kvflow.wire.principals import principal_of, speaks_for
 
 __all__ = ["Authorizer"]
 

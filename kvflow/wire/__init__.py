@@ -1,1 +1,1 @@
-"""Communication between processes: `messages` (pure), `codec` (bytes), `channel` (sockets)."""
+"""What peers say to each other: `messages`, `codec` (bytes), `ticket`, and `weight` of what is decoded. Pure."""

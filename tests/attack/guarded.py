@@ -7,9 +7,9 @@ import anyio
 import pytest
 
 import kvflow
+from kvflow.control.channel import ZmqControl
 from kvflow.errors import TransferFailed
 from kvflow.trust import ClientKeys
-from kvflow.wire.channel import ZmqControl
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import AnyMessage, Message
 from tests.support.instances import DEFAULT_LIMITS, Deployment, deploy

@@ -17,13 +17,13 @@ import anyio.to_thread
 import msgspec
 import pytest
 
+from kvflow.control.sockets import HEARTBEAT_MS, RAND_STATE_BYTES
 from kvflow.trust import ClientKeys, Trust
-from kvflow.wire.sockets import HEARTBEAT_MS, RAND_STATE_BYTES
+from tests.control.ends import Client
 from tests.support.curve import CurveClient, CurveListener
 from tests.support.trusts import new_trust
 from tests.support.wire_process import WireOptions
 from tests.support.zmtp import RawZmtp, Wire, frame
-from tests.wire.ends import Client
 
 pytestmark = pytest.mark.anyio
 

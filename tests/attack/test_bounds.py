@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import kvflow
+from kvflow.control.rejections import REJECTIONS_AT_ONCE
 from kvflow.directory import table
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
@@ -18,7 +19,6 @@ from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
 from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Register, Unregister, Welcome
-from kvflow.wire.rejections import REJECTIONS_AT_ONCE
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant

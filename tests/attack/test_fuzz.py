@@ -14,10 +14,10 @@ import anyio.lowlevel
 import pytest
 import zmq
 
+from kvflow.control import rejections
+from kvflow.control.curve import be_client
+from kvflow.control.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
 from kvflow.trust import ClientKeys
-from kvflow.wire import rejections
-from kvflow.wire.curve import be_client
-from kvflow.wire.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
 from tests.attack.fuzz import Fuzz, corpus_of
 from tests.attack.guarded import Guarded, guarded, works
 from tests.attack.insiders import hello_to, under_way

@@ -126,7 +126,7 @@ async def test_a_connection_that_another_key_names_like_its_own_speaks_for_nobod
         await works(deployment)
         connection, hello = sniffed[0]
         prefill, peers = deployment.prefill[0], deployment.prefill[0].statistics().peers
-        monkeypatch.setattr("kvflow.wire.dialer.new_name", lambda: connection[PRINCIPAL_DIGITS:])
+        monkeypatch.setattr("kvflow.control.dialer.new_name", lambda: connection[PRINCIPAL_DIGITS:])
         keys = ClientKeys(deployment.keys["other"], (deployment.keys["prefill"].public,))
         with closing(Attacker(prefill.endpoint, keys)) as attacker:
             monkeypatch.undo()

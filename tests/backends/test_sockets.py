@@ -18,7 +18,7 @@ from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.backends.socket_drain import SocketDrainCheck
 from kvflow.backends.sockets import Connections
-from kvflow.wire.hosts import is_own_address
+from kvflow.hosts import is_own_address
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
 

@@ -8,18 +8,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmana
 import anyio.lowlevel
 import pytest
 
+from kvflow.control import dialer
 from kvflow.directory import Directories, Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.trust import Trust
-from kvflow.wire import dialer
 from kvflow.wire.codec import decode_frames, encode
 from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
+from tests.control.ends import Client, Server
 from tests.directory.records import record
 from tests.observe.lines import printed
 from tests.support.reading import reading_context
 from tests.support.waiting import POLL_S, until
-from tests.wire.ends import Client, Server
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,11 @@ import kvflow
 from kvflow.backends.base import Backend, OnBroken, OnEvents, PostEnded
 from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
+from kvflow.control.channel import ZmqControl
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.geometry.plan import Descriptors
 from kvflow.state.quarantine import ProofKind
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.channel import ZmqControl
 from tests.support.failures import catch, catch_into
 from tests.support.instances import (
     BACKENDS,

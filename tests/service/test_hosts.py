@@ -7,7 +7,7 @@ from typing_extensions import override
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 from tests.support.instances import decode_config, make_pool, prefill_config
 
 pytestmark = pytest.mark.anyio

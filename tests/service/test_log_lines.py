@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import kvflow
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 from tests.observe.lines import Lines, printed
 from tests.support.failures import catch
 from tests.support.instances import decode_config, deploy, make_pool

@@ -2,10 +2,10 @@
 
 from collections.abc import Awaitable, Callable
 
+from kvflow.control.reading import ReadingContext
 from kvflow.observe.logs import BoundLogger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.system import system_ports
-from kvflow.wire.reading import ReadingContext
 
 __all__ = ["reading_context"]
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Final
 
+from kvflow.control.curve import new_keys
 from kvflow.trust import Trust, TrustedKey
-from kvflow.wire.curve import new_keys
 
 __all__ = ["new_trust", "trusting", "trusts"]
 

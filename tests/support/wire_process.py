@@ -12,8 +12,8 @@ from functools import partial
 
 import msgspec
 
+from kvflow.control.channel import ZmqControl
 from kvflow.trust import ClientKeys, Trust, TrustedKey
-from kvflow.wire.channel import ZmqControl
 
 __all__ = ["WireOptions"]
 

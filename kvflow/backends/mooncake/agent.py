@@ -16,7 +16,7 @@ from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
-from kvflow.state.rate_limiter import RateLimiter
+from kvflow.rate_limiter import RateLimiter
 
 __all__ = ["Agent"]
 

@@ -8,8 +8,8 @@ would be exceeded if nothing had been acknowledged since the last query.
 from collections.abc import Callable
 from typing import Final
 
+from kvflow.control.tcp import Tcp
 from kvflow.wire.codec import MAX_MESSAGE_BYTES
-from kvflow.wire.tcp import Tcp
 
 __all__ = ["MAX_UNSENT_BYTES", "MAX_UNSENT_IN_ALL_BYTES", "Backlog"]
 

@@ -2,7 +2,7 @@
 
 Receive queues have no limit, because libzmq 4.3.5 aborts the process when a connection with a full queue breaks. A
 multipart message has no limit either: libzmq buffers its parts until the last one. So this module compares the bytes
-that it has read from each connection with the bytes that the kernel has received (`wire/tcp`). Without the kernel's
+that it has read from each connection with the bytes that the kernel has received (`control/tcp`). Without the kernel's
 counters nothing is detected.
 
 Dialers send heartbeats, so a live connection to a listener is never silent for long. The kernel measures the silence,
@@ -16,10 +16,10 @@ from typing import Final
 
 import zmq
 
+from kvflow.control.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
+from kvflow.control.tcp import Tcp, is_listener
 from kvflow.ports import OnKindRefused
 from kvflow.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from kvflow.wire.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
-from kvflow.wire.tcp import Tcp, is_listener
 
 __all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
 

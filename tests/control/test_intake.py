@@ -11,15 +11,15 @@ import anyio
 import pytest
 import zmq
 
+from kvflow.control import channel
+from kvflow.control.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
+from kvflow.control.sockets import HEARTBEAT_MS, SILENCE_MS
 from kvflow.trust import PLAIN, ClientKeys, Trust
-from kvflow.wire import channel
 from kvflow.wire.codec import MAX_REQUEST_BYTES
-from kvflow.wire.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
-from kvflow.wire.sockets import HEARTBEAT_MS, SILENCE_MS
+from tests.control.ends import Client, Server
 from tests.support.trusts import new_trust, trusting
 from tests.support.waiting import POLL_S, until
 from tests.support.zmtp import MORE, RawZmtp, frame
-from tests.wire.ends import Client, Server
 
 pytestmark = pytest.mark.anyio
 
@@ -193,7 +193,7 @@ async def test_a_listener_that_sends_more_than_is_taken_loses_the_connection(mon
 
 BUSY: Final = """
 import asyncio, sys
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 
 async def main():
     control = ZmqControl()

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from kvflow.wire.sockets import ZmqSocket
+from kvflow.control.sockets import ZmqSocket
 
 __all__ = ["Route", "Routes", "introduce", "name_in", "new_name"]
 

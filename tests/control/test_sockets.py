@@ -2,7 +2,7 @@
 
 import ctypes
 
-from kvflow.wire import sockets
+from kvflow.control import sockets
 
 
 def state_of_rand() -> int | None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from kvflow.control import dialer
 from kvflow.errors import ConfigError, Unreachable
 from kvflow.trust import PRINCIPAL_DIGITS, ClientKeys, Trust, TrustedKey
-from kvflow.wire import dialer
+from tests.control.ends import LOCAL, Client, Server, meet
 from tests.support.trusts import new_trust, trusting
 from tests.support.waiting import until
-from tests.wire.ends import LOCAL, Client, Server, meet
 
 pytestmark = pytest.mark.anyio
 

@@ -35,7 +35,7 @@ __all__ = [
 
 QUEUE_MESSAGES: Final = 10_000
 """Length limit of the send queue of a peer: at three messages per transfer, enough for thousands of transfers. Receive
-queues have no limit, see `kvflow.wire.intake`."""
+queues have no limit, see `kvflow.control.intake`."""
 
 MESSAGES_AT_ONCE: Final = 16
 """Messages read before yielding to the event loop."""

@@ -15,9 +15,9 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
+from kvflow.control.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_context, sockets
 from kvflow.errors import ConfigError
 from kvflow.trust import Trust, short
-from kvflow.wire.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_context, sockets
 
 __all__ = ["ZapAuthenticator", "be_client", "be_server", "new_keys", "public_key_of"]
 

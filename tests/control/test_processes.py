@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 
 SHORTAGE = """
 import asyncio, os, resource
 from kvflow.errors import Shortage
 from kvflow.resources import RESERVED, descriptors
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 from tests.support.waiting import until
-from tests.wire.ends import Client, Server, meet
+from tests.control.ends import Client, Server, meet
 
 LIMIT = 200
 
@@ -77,9 +77,9 @@ def test_a_process_without_descriptors_says_so_and_leaks_none() -> None:
 
 FORKED = """
 import asyncio, os, sys
-from kvflow.wire.channel import ZmqControl
+from kvflow.control.channel import ZmqControl
 from tests.support.waiting import until
-from tests.wire.ends import Client, Server, meet
+from tests.control.ends import Client, Server, meet
 
 def is_closed(fd):
     try:
@@ -138,7 +138,7 @@ async def test_a_port_that_is_kept_is_refused_when_its_process_has_ended() -> No
 
 CHILD_WORKS = """
 import asyncio, os, sys
-from tests.wire.ends import Client, Server, meet
+from tests.control.ends import Client, Server, meet
 
 async def talk():
     server = Server()

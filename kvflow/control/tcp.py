@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import zmq
 
-from kvflow.wire.sockets import ZmqSocket
+from kvflow.control.sockets import ZmqSocket
 
 __all__ = ["CURVE_BYTES", "Tcp", "accept_connects", "ignore_connects", "is_listener"]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Final
 
+from kvflow.control.channel import ZmqControl
 from kvflow.trust import PLAIN, ClientKeys, Trust
-from kvflow.wire.channel import ZmqControl
 from tests.support.waiting import until
 
 __all__ = ["LOCAL", "Client", "Server", "connected", "meet"]

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
+from kvflow.control import reading
+from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, ThreadShortage
 from kvflow.system import system_ports
-from kvflow.wire import reading
 from kvflow.wire.codec import LONG_BYTES, Reader, encode
 from kvflow.wire.messages import Notice, Ping
-from kvflow.wire.reading import OrderedReading, ReadingContext
 from tests.support.cores import PREFILL
 from tests.support.waiting import until
 

@@ -11,13 +11,13 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from kvflow.control import backlog
 from kvflow.errors import Unreachable
 from kvflow.trust import PLAIN, ClientKeys
-from kvflow.wire import backlog
+from tests.control.ends import Client, Server, meet
 from tests.support.trusts import new_trust, trusting
 from tests.support.waiting import until
 from tests.support.zmtp import RawZmtp, frame
-from tests.wire.ends import Client, Server, meet
 
 pytestmark = pytest.mark.anyio
 

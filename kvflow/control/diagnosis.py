@@ -14,7 +14,7 @@ from kvflow.resources import check_shortage
 __all__ = ["Diagnosis", "diagnose"]
 
 CONNECT_S: Final = 1.0
-"""How long a host may take to answer, as for libzmq (`wire/sockets`)."""
+"""How long a host may take to answer, as for libzmq (`control/sockets`)."""
 
 GREETING_S: Final = 1.0
 MAX_SHOWN: Final = 24

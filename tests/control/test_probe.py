@@ -8,11 +8,11 @@ import anyio
 import pytest
 
 from kvflow import config
+from kvflow.control.channel import ZmqControl
 from kvflow.errors import ConfigError
-from kvflow.wire.channel import ZmqControl
+from tests.control.ends import LOCAL, Server
 from tests.support.machine import has_ipv6
 from tests.support.ports import unused_port
-from tests.wire.ends import LOCAL, Server
 
 pytestmark = pytest.mark.anyio
 

@@ -18,16 +18,12 @@ from typing import Final, NamedTuple
 import zmq
 
 from kvflow.config import split_address
-from kvflow.errors import ConfigError, Shortage, Unreachable
-from kvflow.ports import OnObstacle, OnRefused
-from kvflow.resources import check_shortage, descriptors
-from kvflow.trust import ClientKeys, short
-from kvflow.wire.backlog import Backlog
-from kvflow.wire.curve import be_client
-from kvflow.wire.diagnosis import Diagnosis, diagnose
-from kvflow.wire.intake import MAX_WAITING_BYTES, Intake
-from kvflow.wire.routes import introduce, new_name
-from kvflow.wire.sockets import (
+from kvflow.control.backlog import Backlog
+from kvflow.control.curve import be_client
+from kvflow.control.diagnosis import Diagnosis, diagnose
+from kvflow.control.intake import MAX_WAITING_BYTES, Intake
+from kvflow.control.routes import introduce, new_name
+from kvflow.control.sockets import (
     LINGER_MS,
     QUEUE_MESSAGES,
     RECONNECT_MAX_MS,
@@ -38,7 +34,11 @@ from kvflow.wire.sockets import (
     send,
     sockets,
 )
-from kvflow.wire.tcp import Tcp
+from kvflow.control.tcp import Tcp
+from kvflow.errors import ConfigError, Shortage, Unreachable
+from kvflow.ports import OnObstacle, OnRefused
+from kvflow.resources import check_shortage, descriptors
+from kvflow.trust import ClientKeys, short
 
 __all__ = ["ZmqConnection"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import zmq
 
+from kvflow.control import dialer, sockets
+from kvflow.control.channel import ZmqConnection, ZmqControl, ZmqListener
 from kvflow.errors import Unreachable
-from kvflow.wire import dialer, sockets
-from kvflow.wire.channel import ZmqConnection, ZmqControl, ZmqListener
+from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.waiting import until
-from tests.wire.ends import LOCAL, Client, Server, connected, meet
 
 pytestmark = pytest.mark.anyio
 

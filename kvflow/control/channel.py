@@ -9,7 +9,7 @@ Sending never waits. A peer that does not read fills its queue, and further send
 ZMQ heartbeats detect connections that a middlebox has silently dropped, which are then re-established. libzmq's I/O
 thread sends and answers them, so a process whose interpreter is busy stays connected. Only dialers send heartbeats,
 because sending one may abort a listener with libzmq 4.3.5 (docs/decisions/0051). Listeners answer them, and close
-silent connections (`wire/intake`).
+silent connections (`control/intake`).
 """
 
 import asyncio
@@ -25,18 +25,12 @@ import anyio
 import zmq
 
 from kvflow.config import check_bind, join_address, split_address
-from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
-from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
-from kvflow.resources import check_shortage, descriptors
-from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
-from kvflow.wire.backlog import Backlog
-from kvflow.wire.codec import MAX_REQUEST_BYTES
-from kvflow.wire.curve import ZapAuthenticator, be_server
-from kvflow.wire.dialer import ZmqConnection
-from kvflow.wire.hosts import host_towards
-from kvflow.wire.intake import Intake
-from kvflow.wire.routes import Route, Routes, name_in
-from kvflow.wire.sockets import (
+from kvflow.control.backlog import Backlog
+from kvflow.control.curve import ZapAuthenticator, be_server
+from kvflow.control.dialer import ZmqConnection
+from kvflow.control.intake import Intake
+from kvflow.control.routes import Route, Routes, name_in
+from kvflow.control.sockets import (
     RECONNECT_MAX_MS,
     Frames,
     Inbox,
@@ -45,7 +39,13 @@ from kvflow.wire.sockets import (
     send,
     sockets,
 )
-from kvflow.wire.tcp import Tcp, accept_connects, ignore_connects
+from kvflow.control.tcp import Tcp, accept_connects, ignore_connects
+from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
+from kvflow.hosts import host_towards
+from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
+from kvflow.resources import check_shortage, descriptors
+from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
+from kvflow.wire.codec import MAX_REQUEST_BYTES
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
 
@@ -54,7 +54,7 @@ BACKLOG: Final = 1_024
 ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 EVENTS: Final = ACCEPTED | DISCONNECTED
-"""HANDSHAKE_FAILED_PROTOCOL is left out, as in `wire/dialer`."""
+"""HANDSHAKE_FAILED_PROTOCOL is left out, as in `control/dialer`."""
 
 GRACE_S: Final = 0.02
 """How long messages may wait after a connection has ended before no further connection is accepted, in seconds."""

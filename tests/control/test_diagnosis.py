@@ -9,10 +9,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
+from kvflow.control import diagnosis
+from kvflow.control.channel import ZmqControl
+from kvflow.control.diagnosis import diagnose
 from kvflow.trust import PLAIN, Trust
-from kvflow.wire import diagnosis
-from kvflow.wire.channel import ZmqControl
-from kvflow.wire.diagnosis import diagnose
 from tests.support.ports import unused_port
 from tests.support.trusts import new_trust
 from tests.support.waiting import until

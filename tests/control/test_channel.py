@@ -11,12 +11,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvflow.control import dialer, sockets
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
-from kvflow.wire import dialer, sockets
 from kvflow.wire.codec import decode_frames
+from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.machine import has_ipv6
 from tests.support.waiting import until
-from tests.wire.ends import LOCAL, Client, Server, connected, meet
 
 pytestmark = pytest.mark.anyio
 

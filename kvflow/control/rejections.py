@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.errors import RemoteProtocolError
-from kvflow.state.rate_limiter import RateLimiter
-from kvflow.wire.principals import principal_of
+from kvflow.rate_limiter import RateLimiter
+from kvflow.trust import principal_of
 
 __all__ = ["REJECTIONS_AT_ONCE", "RejectionLimiter"]
 

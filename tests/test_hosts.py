@@ -5,7 +5,7 @@ import threading
 import anyio
 import pytest
 
-from kvflow.wire.hosts import host_of, host_towards
+from kvflow.hosts import host_of, host_towards
 
 
 @pytest.mark.parametrize(
