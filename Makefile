@@ -62,7 +62,7 @@ mutants: install
 	$(BIN)/python scripts/mutants.py
 
 simulate: install
-	$(BIN)/kvflow simulate --seeds 0:100000
+	$(BIN)/python -m simulation run --seeds 0:100000
 
 help:
 	@sed -n 's/^# make /make /p' Makefile

@@ -1,7 +1,6 @@
 """A rank's external dependencies besides its transport: sockets, clocks, threads and random bytes.
 
-`kvflow.system` has the real implementations. The simulation (`kvflow.testing.simulation`) replaces these and the
-transport, and nothing else.
+`kvflow.system` has the real implementations. The simulation replaces these and the transport, and nothing else.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

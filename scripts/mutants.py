@@ -78,7 +78,7 @@ def is_killed(mutant: Mutant) -> bool:
     """Return whether the tests of the cores fail on a mutant."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "kvflow", Path(folder, "kvflow"), ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("tests", "pyproject.toml"):
+        for name in ("simulation", "tests", "pyproject.toml"):
             Path(folder, name).symlink_to(ROOT / name)
         Path(folder, mutant.path.relative_to(ROOT)).write_text(mutant.source)
         words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/state"]

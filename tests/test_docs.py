@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +15,7 @@ import pytest
 
 import benchmarks.__main__ as benchmarks
 import kvflow
+import simulation.__main__ as simulation
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
@@ -186,9 +187,16 @@ COMMANDS = sorted(
         for page in DOCUMENTS
         for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
         for line in block.splitlines()
-        if line.startswith(("kvflow ", "python -m benchmarks "))
+        if line.startswith(("kvflow ", "python -m benchmarks ", "python -m simulation "))
     }
 )
+
+
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {
+    "benchmarks": benchmarks.main,
+    "kvflow": cli.main,
+    "simulation": simulation.main,
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -196,7 +204,7 @@ def test_commands_take_their_options(command: str, capsys: pytest.CaptureFixture
     """`--help` comes last, so the parser must accept everything before it."""
     program, *words = shlex.split(command.removeprefix("python -m "))
     with pytest.raises(SystemExit) as left:
-        benchmarks.main([*words, "--help"]) if program == "benchmarks" else cli.main([*words, "--help"])
+        PROGRAMS[program]([*words, "--help"])
     assert left.value.code == 0, capsys.readouterr().err
 
 

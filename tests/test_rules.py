@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 import kvflow
 from kvflow import errors
 from kvflow.cli import main as cli
 
 ROOT: Final = Path(kvflow.__file__).parent
-SOURCES: Final = sorted(ROOT.rglob("*.py"))
+SOURCES: Final = sorted([*ROOT.rglob("*.py"), *(ROOT.parent / "simulation").rglob("*.py")])
 
 MAX_FILE_LINES: Final = 800
 MAX_FUNCTION_LINES: Final = 60
@@ -142,12 +143,12 @@ def test_other_names_do_not_resolve() -> None:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Return the parsed modules of the package."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in SOURCES}
+    """Return the parsed modules of the package and of the simulation."""
+    return {str(path.relative_to(ROOT.parent)): ast.parse(path.read_text("utf-8")) for path in SOURCES}
 
 
 def test_files_are_short() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
+    lengths = {str(path.relative_to(ROOT.parent)): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
     assert len(lengths) > 30
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
@@ -182,6 +183,13 @@ def has_all(tree: ast.Module) -> bool:
     return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
 
 
+def test_wheel_holds_the_library_alone() -> None:
+    """The simulation, benchmarks and tests run in a checkout."""
+    files = [file.distribution_path for file in WheelBuilder(str(ROOT.parent)).recurse_included_files()]
+    assert {file.partition("/")[0] for file in files} == {"kvflow"}
+    assert "kvflow/prefill.py" in files
+
+
 def test_types_travel_with_the_package() -> None:
     assert (ROOT / "py.typed").is_file()
 
@@ -206,7 +214,7 @@ def test_command_gives_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["demo"], ["bench"], ["registry"], ["serve"], ["proxy"], ["simulate"]],
+    [[], ["demo"], ["bench"], ["registry"], ["serve"], ["proxy"]],
     ids=lambda words: " ".join(words) or "kvflow",
 )
 def test_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

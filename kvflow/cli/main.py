@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["main", "run_quietly"]
+__all__ = ["main", "run_program", "run_quietly"]
 
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
@@ -19,8 +19,6 @@ COMMANDS = {
     "keys": "kvflow.cli.keys",
     "serve": "kvflow.cli.serve.command",
     "proxy": "kvflow.cli.proxy.command",
-    "simulate": "kvflow.cli.simulate",
-    "explore": "kvflow.cli.explore",
     "replay": "kvflow.cli.replay",
 }
 """Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""
@@ -32,21 +30,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the command, 2 if it could not do its work, or 130 if it was interrupted.
     """
+    return run_program("kvflow", "Moves KV caches from prefill to decode servers.", COMMANDS, argv)
+
+
+def run_program(program: str, description: str, commands: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands of a program.
+
+    Args:
+        program: Name of the program, as a person types it.
+        description: Begins its help.
+        commands: Modules by name of the command, as in `COMMANDS`.
+        argv: Arguments of the program; those of this process by default.
+
+    Returns:
+        The exit code, as `main`.
+    """
     words = sys.argv[1:] if argv is None else argv
-    return run_quietly(" ".join(["kvflow", *words[:1]]), lambda: _prepare(argv))
+    name = " ".join([program, *words[:1]])
+    return run_quietly(name, lambda: _prepare(program, description, commands, words))
 
 
-def _prepare(argv: Sequence[str] | None) -> Callable[[], int]:
+def _prepare(program: str, description: str, places: Mapping[str, str], words: Sequence[str]) -> Callable[[], int]:
     import argparse  # noqa: PLC0415 - from here on, an interrupt prints no traceback
     from importlib import import_module  # noqa: PLC0415
 
     from kvflow import __version__  # noqa: PLC0415
     from kvflow.cli.options import HelpFormatter  # noqa: PLC0415
 
-    parser = argparse.ArgumentParser(prog="kvflow", description="Moves KV caches from prefill to decode servers.")
+    parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, place in COMMANDS.items():
+    for name, place in places.items():
         module = import_module(place)
         command = commands.add_parser(
             name,
@@ -56,7 +70,7 @@ def _prepare(argv: Sequence[str] | None) -> Callable[[], int]:
         )
         module.add_arguments(command)
         command.set_defaults(prepare=module.prepare)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     work: Callable[[], int] = arguments.prepare(arguments)
     return work
 

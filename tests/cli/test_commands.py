@@ -75,7 +75,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvflow {__version__}\n"
 
 
-COMMANDS = ["demo", "registry", "simulate", "explore", "replay", "bench handover", "proxy", "serve"]
+COMMANDS = ["demo", "registry", "replay", "bench handover", "proxy", "serve"]
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -103,11 +103,6 @@ def test_numbers_that_are_none_are_refused_in_plain_words(text: str, capsys: pyt
     with pytest.raises(SystemExit):
         main(["bench", "handover", f"--tokens={text}"])
     assert f"argument --tokens: expected positive numbers separated by commas, not {text!r}" in capsys.readouterr().err
-
-
-def test_a_fault_that_there_is_not_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explore", "--faults", "earthquake"]) == 2
-    assert "kvflow explore: unknown fault (unknown=['earthquake'], known=[" in capsys.readouterr().err
 
 
 INTERRUPTED = {

@@ -1,11 +1,11 @@
-"""`kvflow explore`."""
+"""`python -m simulation explore`."""
 
 import re
 
 import pytest
 
-from kvflow.cli.main import main
-from kvflow.testing.explore import Exploration, Setup, SmallWorld, Violation
+from simulation.__main__ import main
+from simulation.explore import Exploration, Setup, SmallWorld, Violation
 
 QUICK = ["explore", "--max-faults", "0"]
 
@@ -42,7 +42,7 @@ def test_options_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((setup, seconds))
         return Exploration(1, 0, 0, is_complete=False, violation=Violation((), "broken at once"))
 
-    monkeypatch.setattr("kvflow.cli.explore.explore", explore)
+    monkeypatch.setattr("simulation.explore.command.explore", explore)
     words = (
         "explore --prefill 2 --decode 3 --rooms 2 --writes 4 --max-faults 5 --faults kill,lose --handshake --seconds 7 "
         "--posts-per-peer 1 --slots 2"
@@ -76,3 +76,9 @@ def test_options_make_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_makes_no_sense_is_refused(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", *options]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_fault_that_there_is_not_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--faults", "earthquake"]) == 2
+    shown = capsys.readouterr().err
+    assert "python -m simulation explore: unknown fault (unknown=['earthquake'], known=[" in shown

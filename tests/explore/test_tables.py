@@ -10,7 +10,7 @@ import pytest
 from kvflow.state import peers, tables
 from kvflow.state.decode import instances, progress
 from kvflow.state.prefill import room
-from kvflow.testing.explore import Setup, explore
+from simulation.explore import Setup, explore
 from tests.explore.worlds import WORLDS
 from tests.support.slow import slow_except
 

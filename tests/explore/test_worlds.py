@@ -11,10 +11,10 @@ from kvflow.state import events as ev
 from kvflow.state.prefill.queue import Window
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.explore import FAULTS, Exploration, Setup, SmallWorld, explore
-from kvflow.testing.explore.search import Violation
-from kvflow.testing.explore.world import PromiseBroken, Step
 from kvflow.wire.messages import Failure
+from simulation.explore import FAULTS, Exploration, Setup, SmallWorld, explore
+from simulation.explore.search import Violation
+from simulation.explore.world import PromiseBroken, Step
 from tests.explore.worlds import WORLDS
 from tests.support.slow import slow_except
 

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 from typing import Final
 
-from kvflow.testing.explore import Setup
+from simulation.explore import Setup
 
 __all__ = ["WORLDS"]
 

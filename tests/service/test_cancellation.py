@@ -18,8 +18,8 @@ from kvflow.config import Limits
 from kvflow.errors import FailureReason, TransferFailed
 from kvflow.ports import Ports
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.simulation import NO_FAULTS, REGISTRY, Faults, Process, World
-from kvflow.testing.simulation.loop import PROCESS
+from simulation import NO_FAULTS, REGISTRY, Faults, Process, World
+from simulation.loop import PROCESS
 from tests.support.instances import QUICK, Deployment, decode_config, make_pool, prefill_config
 
 Act = Callable[[], Coroutine[Any, Any, object]]

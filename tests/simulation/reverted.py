@@ -16,9 +16,9 @@ from kvflow.state.events import CloseStarted, TransportClosed
 from kvflow.state.prefill import core as prefill_core
 from kvflow.state.prefill.slots import RemoteSlots, SlotUnreturned
 from kvflow.state.tables import Outcome
-from kvflow.testing.simulation.network import Network
 from kvflow.transfer import Transfer
 from kvflow.wire.messages import Drained, Failed, Goodbye
+from simulation.network import Network
 from tests.simulation.faulty import Fault
 
 __all__ = ["DEFECTS"]

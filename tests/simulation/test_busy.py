@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvflow.state import peers
-from kvflow.testing.simulation import ScenarioError, play
+from simulation import ScenarioError, play
 
 ROOMS = (1, 2, 3)
 

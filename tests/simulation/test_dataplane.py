@@ -10,10 +10,10 @@ from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInD
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.simulation import Faults, Process, Violation, World
-from kvflow.testing.simulation.dataplane import Segment, SimulatedBackend, cut
-from kvflow.testing.simulation.memory import Pool
-from kvflow.testing.simulation.model import KV, MODELS, Shape, layout_of
+from simulation import Faults, Process, Violation, World
+from simulation.dataplane import Segment, SimulatedBackend, cut
+from simulation.memory import Pool
+from simulation.model import KV, MODELS, Shape, layout_of
 
 BASE = 0xFFFF_8000_0000_0000
 NUM_BYTES = 64

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from kvflow.testing.simulation.engines import DeviceEvent, cancelled_at
-from kvflow.testing.simulation.loop import Process, Violation, VirtualLoop
+from simulation.engines import DeviceEvent, cancelled_at
+from simulation.loop import Process, Violation, VirtualLoop
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.ports import Connection, Listener
-from kvflow.testing.simulation import Faults, Process, World
-from kvflow.testing.simulation.network import HEARTBEAT_S, QUEUE_MESSAGES
+from simulation import Faults, Process, World
+from simulation.network import HEARTBEAT_S, QUEUE_MESSAGES
 
 ENDPOINT = "tcp://127.0.0.1:5000"
 

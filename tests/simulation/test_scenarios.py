@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import kvflow
-from kvflow.testing.simulation import ScenarioError, play
-from kvflow.testing.simulation.script import parse
+from simulation import ScenarioError, play
+from simulation.script import parse
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvflow.testing.simulation import Faults, run_seed
+from simulation import Faults, run_seed
 from tests.support.slow import slow_except
 
 REGRESSIONS = (
@@ -34,7 +34,7 @@ NUM_BATCHES = 8
 
 TELL = """
 import sys
-from kvflow.testing.simulation import run_seed
+from simulation import run_seed
 print("\\n".join(run_seed(int(sys.argv[1]), tells=True).story))
 """
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from kvflow.testing.simulation import ScenarioError, play, run_seed
+from simulation import ScenarioError, play, run_seed
 from tests.simulation import faulty
 from tests.simulation.faulty import Fault
 from tests.simulation.reverted import DEFECTS

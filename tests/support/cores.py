@@ -30,7 +30,6 @@ from kvflow.state.effects import (
 from kvflow.state.invariants import check_invariants
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
-from kvflow.testing.explore.snapshot import fingerprint
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
@@ -46,6 +45,7 @@ from kvflow.wire.messages import (
     StagingWindow,
     Welcome,
 )
+from simulation.explore.snapshot import fingerprint
 from tests.support.small_routes import layout, peer_route, rank_routes
 
 __all__ = [

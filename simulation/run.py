@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvflow.config import Limits, Timeouts
-from kvflow.testing.simulation.deployment import SOON_S, Deployment, StagingShape, watch_logs
-from kvflow.testing.simulation.faults import Faults, draw_faults
-from kvflow.testing.simulation.injection import ACTIVE_S, FaultInjector
-from kvflow.testing.simulation.loop import Violation
-from kvflow.testing.simulation.model import MODELS, Shape
-from kvflow.testing.simulation.oracle import Instance
-from kvflow.testing.simulation.references import References
-from kvflow.testing.simulation.router import ANNOUNCED_S, Announcements, Router
-from kvflow.testing.simulation.world import World
+from simulation.deployment import SOON_S, Deployment, StagingShape, watch_logs
+from simulation.faults import Faults, draw_faults
+from simulation.injection import ACTIVE_S, FaultInjector
+from simulation.loop import Violation
+from simulation.model import MODELS, Shape
+from simulation.oracle import Instance
+from simulation.references import References
+from simulation.router import ANNOUNCED_S, Announcements, Router
+from simulation.world import World
 
 __all__ = ["Result", "may_lose_messages", "run_seed", "settle"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kvflow.cli.options import cases_of, check_positive, names
 from kvflow.errors import ConfigError
-from kvflow.testing.explore import FAULTS, Exploration, Setup, explore
+from simulation.explore import FAULTS, Exploration, Setup, explore
 
 __all__ = ["add_arguments", "prepare"]
 

@@ -17,15 +17,15 @@ from kvflow.errors import Shortage
 from kvflow.observe.logs import LOGGER
 from kvflow.state.invariants import check_invariants
 from kvflow.state.tables import Memory
-from kvflow.testing.simulation.engines import POLL_S, DecodeWorker, PrefillWorker, Worker
-from kvflow.testing.simulation.loop import PROCESS, Process, Violation
-from kvflow.testing.simulation.memory import Pool
-from kvflow.testing.simulation.model import Model, layout_of
-from kvflow.testing.simulation.oracle import Instance, Oracle
-from kvflow.testing.simulation.references import References
-from kvflow.testing.simulation.requests import Receiving, Request
-from kvflow.testing.simulation.world import REGISTRY, World
 from kvflow.wire.messages import RankId
+from simulation.engines import POLL_S, DecodeWorker, PrefillWorker, Worker
+from simulation.loop import PROCESS, Process, Violation
+from simulation.memory import Pool
+from simulation.model import Model, layout_of
+from simulation.oracle import Instance, Oracle
+from simulation.references import References
+from simulation.requests import Receiving, Request
+from simulation.world import REGISTRY, World
 
 __all__ = ["SOON_S", "Deployment", "StagingShape", "leftovers", "watch_logs"]
 

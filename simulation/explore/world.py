@@ -22,8 +22,8 @@ from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.explore.snapshot import copied, fingerprint
 from kvflow.wire.messages import Ack, AnyMessage, Failure, Notice, PeerId, Ping, Pong, RankId, RankRecord
+from simulation.explore.snapshot import copied, fingerprint
 
 __all__ = ["FAULTS", "PromiseBroken", "Setup", "SmallWorld", "Step"]
 

@@ -32,14 +32,14 @@ from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.prefill import PrefillRank
 from kvflow.state.events import LayersReady
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.simulation.loop import NotYet, Process
-from kvflow.testing.simulation.memory import Lease, Pool
-from kvflow.testing.simulation.model import KV, STATE
-from kvflow.testing.simulation.requests import Receiving, Request, Sending
 from kvflow.wire.messages import RankId
+from simulation.loop import NotYet, Process
+from simulation.memory import Lease, Pool
+from simulation.model import KV, STATE
+from simulation.requests import Receiving, Request, Sending
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulation.deployment import Deployment
+    from simulation.deployment import Deployment
 
 __all__ = [
     "POLL_S",

@@ -5,7 +5,7 @@ real cores, the messages between them, and the writes in flight. `explore` searc
 first, and checks kvflow's promises in each.
 """
 
-from kvflow.testing.explore.search import Exploration, Violation, explore
-from kvflow.testing.explore.world import FAULTS, Setup, SmallWorld
+from simulation.explore.search import Exploration, Violation, explore
+from simulation.explore.world import FAULTS, Setup, SmallWorld
 
 __all__ = ["FAULTS", "Exploration", "Setup", "SmallWorld", "Violation", "explore"]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvflow.backends.base import NoticeArrived
-from kvflow.testing.simulation.dataplane import SimulatedBackend, Write, cut
-from kvflow.testing.simulation.loop import Process
-from kvflow.testing.simulation.script import ScenarioError
-from kvflow.testing.simulation.world import World
 from kvflow.wire.codec import decode
+from simulation.dataplane import SimulatedBackend, Write, cut
+from simulation.loop import Process
+from simulation.script import ScenarioError
+from simulation.world import World
 
 __all__ = ["Interference"]
 

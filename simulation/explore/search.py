@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvflow.testing.explore.world import Setup, SmallWorld
+from simulation.explore.world import Setup, SmallWorld
 
 __all__ = ["Exploration", "Violation", "explore"]
 

@@ -9,12 +9,12 @@ from typing import Final
 import anyio
 
 from kvflow.room import RoomId
-from kvflow.testing.simulation.deployment import Deployment
-from kvflow.testing.simulation.engines import Announcing, Course, DecodeWorker, Preemption, PrefillWorker, Worker
-from kvflow.testing.simulation.loop import Process
-from kvflow.testing.simulation.oracle import Instance
-from kvflow.testing.simulation.requests import Request
 from kvflow.wire.messages import RankId
+from simulation.deployment import Deployment
+from simulation.engines import Announcing, Course, DecodeWorker, Preemption, PrefillWorker, Worker
+from simulation.loop import Process
+from simulation.oracle import Instance
+from simulation.requests import Request
 
 __all__ = ["ANNOUNCED_S", "Announcements", "Router", "Trial"]
 

@@ -10,10 +10,10 @@ import anyio
 from kvflow.directory import Registry
 from kvflow.errors import ThreadShortage
 from kvflow.ports import Ports
-from kvflow.testing.simulation.dataplane import DataPlane, SimulatedBackend
-from kvflow.testing.simulation.faults import NO_FAULTS, Faults
-from kvflow.testing.simulation.loop import Process, VirtualLoop
-from kvflow.testing.simulation.network import Network, SimulatedChannel
+from simulation.dataplane import DataPlane, SimulatedBackend
+from simulation.faults import NO_FAULTS, Faults
+from simulation.loop import Process, VirtualLoop
+from simulation.network import Network, SimulatedChannel
 
 __all__ = ["REGISTRY", "World"]
 

@@ -12,19 +12,19 @@ from kvflow.errors import KvflowError
 from kvflow.prefill import RoomSender
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory
-from kvflow.testing.simulation.deployment import Deployment, StagingShape, watch_logs
-from kvflow.testing.simulation.engines import REFUSALS, DecodeWorker, PrefillWorker, Worker
-from kvflow.testing.simulation.faults import Faults
-from kvflow.testing.simulation.interference import Interference
-from kvflow.testing.simulation.loop import Violation
-from kvflow.testing.simulation.model import KV, MODELS, Model, Shape
-from kvflow.testing.simulation.oracle import Instance
-from kvflow.testing.simulation.references import References
-from kvflow.testing.simulation.requests import Receiving, Request, Sending
-from kvflow.testing.simulation.run import settle
-from kvflow.testing.simulation.script import ScenarioError, Statement, parse
-from kvflow.testing.simulation.world import World
 from kvflow.wire.messages import RankId
+from simulation.deployment import Deployment, StagingShape, watch_logs
+from simulation.engines import REFUSALS, DecodeWorker, PrefillWorker, Worker
+from simulation.faults import Faults
+from simulation.interference import Interference
+from simulation.loop import Violation
+from simulation.model import KV, MODELS, Model, Shape
+from simulation.oracle import Instance
+from simulation.references import References
+from simulation.requests import Receiving, Request, Sending
+from simulation.run import settle
+from simulation.script import ScenarioError, Statement, parse
+from simulation.world import World
 
 __all__ = ["Scenario", "play"]
 
@@ -61,7 +61,7 @@ def play(text: str) -> list[str]:
     """Play a scenario to its end, heal everything, and check that nothing is left.
 
     Args:
-        text: Scenario in the language of `kvflow.testing.simulation.script`.
+        text: Scenario in the language of `simulation.script`.
 
     Returns:
         The story, line by line.

@@ -16,14 +16,14 @@ import anyio
 from kvflow.config import check_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
-from kvflow.testing.simulation.loop import Process
-from kvflow.testing.simulation.story import tell_message
 from kvflow.trust import PLAIN, ClientKeys, Trust
 from kvflow.wire.codec import decode
 from kvflow.wire.messages import Hello, Welcome
+from simulation.loop import Process
+from simulation.story import tell_message
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulation.world import World
+    from simulation.world import World
 
 __all__ = ["HEARTBEAT_S", "Network", "SimulatedChannel"]
 

@@ -30,12 +30,12 @@ from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unreg
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.simulation.loop import Process
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import Notice
+from simulation.loop import Process
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulation.world import World
+    from simulation.world import World
 
 __all__ = ["DataPlane", "Segment", "SimulatedBackend", "Witness", "Write", "cut"]
 

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from kvflow.testing.simulation.dataplane import Write
-from kvflow.testing.simulation.deployment import Deployment
-from kvflow.testing.simulation.engines import Worker
-from kvflow.testing.simulation.network import Session
 from kvflow.wire.messages import RankId
+from simulation.dataplane import Write
+from simulation.deployment import Deployment
+from simulation.engines import Worker
+from simulation.network import Session
 
 __all__ = ["ACTIVE_S", "FaultInjector"]
 

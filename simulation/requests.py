@@ -10,11 +10,11 @@ from kvflow.geometry.ranges import TokenRange
 from kvflow.prefill import RoomSender
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.simulation.memory import Lease, Pool
 from kvflow.wire.messages import Failure, RankId
+from simulation.memory import Lease, Pool
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulation.loop import Process
+    from simulation.loop import Process
 
 __all__ = ["Receiving", "Request", "Sending"]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvflow.config import Endpoint
-from kvflow.testing.simulation.engines import PrefillWorker
-from kvflow.testing.simulation.requests import Request
 from kvflow.wire.messages import RankId
+from simulation.engines import PrefillWorker
+from simulation.requests import Request
 
 __all__ = ["References"]
 

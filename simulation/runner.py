@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvflow.testing.simulation.run import run_seed
+from simulation.run import run_seed
 
 __all__ = ["FoundViolation", "Report", "simulate"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvflow.errors import ConfigError
-from kvflow.testing.simulation import Report, ScenarioError, play, run_seed, simulate
+from simulation import Report, ScenarioError, play, run_seed, simulate
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -75,7 +75,7 @@ def _summary(report: Report) -> str:
     ]
     lines += [f"  seed {one.seed}, {one.time:.3f} s: {one.message}" for one in report.violations[:MAX_SHOWN]]
     if report.violations:
-        lines.append(f"see one: kvflow simulate --story {report.violations[0].seed}")
+        lines.append(f"see one: python -m simulation run --story {report.violations[0].seed}")
     return "\n".join(lines)
 
 

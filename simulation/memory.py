@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.room import RoomId
-from kvflow.testing.simulation.loop import Violation
-from kvflow.testing.simulation.model import CELL_BYTES, CellTable, cell_value, layer_of
+from simulation.loop import Violation
+from simulation.model import CELL_BYTES, CellTable, cell_value, layer_of
 
 __all__ = ["Lease", "Pool"]
 

@@ -13,18 +13,18 @@ from kvflow.errors import FailureReason, PagesInUse
 from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
-from kvflow.testing.simulation.loop import Violation
-from kvflow.testing.simulation.memory import Lease, Pool
-from kvflow.testing.simulation.model import KV, STATE, Model, Shape, components_sent, content_of
-from kvflow.testing.simulation.network import HEARTBEAT_S
-from kvflow.testing.simulation.requests import Receiving, Request, Sending
 from kvflow.wire.messages import Hello, RankId
+from simulation.loop import Violation
+from simulation.memory import Lease, Pool
+from simulation.model import KV, STATE, Model, Shape, components_sent, content_of
+from simulation.network import HEARTBEAT_S
+from simulation.requests import Receiving, Request, Sending
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulation.dataplane import Segment, SimulatedBackend, Write
-    from kvflow.testing.simulation.faults import Faults
-    from kvflow.testing.simulation.loop import Process
-    from kvflow.testing.simulation.world import World
+    from simulation.dataplane import Segment, SimulatedBackend, Write
+    from simulation.faults import Faults
+    from simulation.loop import Process
+    from simulation.world import World
 
 __all__ = ["Instance", "Oracle"]
 
