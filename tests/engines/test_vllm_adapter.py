@@ -849,9 +849,9 @@ def test_unusable_options_are_refused(found: dict[str, Any]) -> None:
 
 def test_unknown_timeouts_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown setting"):
-        read_options({"timeouts": {"unknown_s": 1.0}}).make_timeouts()
+        read_options({"timeouts": {"unknown_s": 1.0}}).for_rank({}, {})
     with pytest.raises(ConfigError, match="unknown setting"):
-        read_options({"limits": {"unknown": 1}}).make_limits()
+        read_options({"limits": {"unknown": 1}}).for_rank({}, {})
 
 
 def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:

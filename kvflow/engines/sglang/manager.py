@@ -26,8 +26,7 @@ from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
 from kvflow.engines.sglang.options import log_what_has_no_effect, refuse_unserved, transport_options
 from kvflow.engines.sglang.quarantine import QuarantineWatch
-from kvflow.engines.sglang.settings import read_settings
-from kvflow.engines.trust import chosen_trust
+from kvflow.engines.sglang.settings import default_limits, default_timeouts, read_settings
 from kvflow.errors import shorten
 from kvflow.geometry import Location
 
@@ -120,24 +119,15 @@ class KvflowKVManager(CommonKVManager):
             engine_rank=self.attn_tp_rank,
             num_ranks=self.attn_tp_size,
             advertise=self.local_ip,
-            digest_every=self.settings.digest_every,
-            proofs=self.settings.make_proofs(),
-            allowed_hosts=self.settings.allowed_hosts,
+            **self.settings.for_decode(),
             **self._common_settings(max(self.waiting_timeout, envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())),
         )
         self.rank = kvflow.blocking.DecodeRank(config, self.pools.layout, affinity=self.settings.affinity)
         self.rank.open()
 
     def _common_settings(self, wait_s: float) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "backend": settings.backend,
-            "backend_options": self._transport_options,
-            "timeouts": settings.timeouts_for(wait_s),
-            "limits": settings.limits_for(self.metadata.num_bytes),
-            "staging_bytes": settings.staging_bytes,
-            "trust": chosen_trust(settings.keys, plain=settings.plain),
-        }
+        timeouts, limits = default_timeouts(wait_s), default_limits(self.metadata.num_bytes)
+        return self.settings.for_rank(timeouts, limits) | {"backend_options": self._transport_options}
 
     def _share(self, value: Any) -> Any:
         """Broadcast a value from the first rank of the group, and return it on each rank."""

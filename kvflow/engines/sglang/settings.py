@@ -1,52 +1,32 @@
 """Settings that SGLang's command line lacks: JSON in an environment variable, which its processes inherit."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import msgspec
 
-from kvflow import ConfigError, Limits, Proofs, Timeouts
+from kvflow import ConfigError, Limits
+from kvflow.engines.settings import AdapterSettings
 
-Made = TypeVar("Made")
-
-__all__ = ["VARIABLE", "Settings", "read_settings"]
+__all__ = ["VARIABLE", "Settings", "default_limits", "default_timeouts", "read_settings"]
 
 VARIABLE: Final = "KVFLOW_SGLANG"
 IB_DEVICE: Final = "--disaggregation-ib-device"
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Settings(AdapterSettings, frozen=True, forbid_unknown_fields=True):
     """Settings of the adapter.
 
+    By default, the fingerprint is made of the model's architecture, its sizes and the type of its cache, the timeouts
+    follow SGLang's, and kvflow's threads use the CPUs of the scheduler.
+
     Attributes:
-        backend: Transport, as in `kvflow.RankConfig`.
-        backend_options: Options of the transport.
-        fingerprint: What makes two caches interchangeable; by default model architecture, sizes and cache type.
-        timeouts: `kvflow.Timeouts` to use instead of those derived from SGLang's.
-        limits: `kvflow.Limits` to use instead of the defaults.
-        staging_bytes: As in `kvflow.RankConfig`.
-        digest_every: As in `kvflow.DecodeConfig`.
-        proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         releases: Directory in which an operator names rooms whose pages may be reused without a proof.
-        affinity: CPUs of kvflow's threads; by default those of the scheduler.
-        keys: Directory of keys, see `kvflow keys` and docs/security.md.
-        plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
-        allowed_hosts: As in `kvflow.DecodeConfig`.
     """
 
-    backend: str = "nixl"
-    backend_options: dict[str, Any] = {}
-    fingerprint: str | None = None
-    timeouts: dict[str, float] = {}
-    limits: dict[str, int] = {}
-    staging_bytes: int | None = None
-    digest_every: int = 0
-    proofs: dict[str, Any] = {}
+    source: ClassVar[str] = VARIABLE
+
     releases: str | None = None
-    affinity: tuple[int, ...] | None = None
-    keys: str | None = None
-    plain: bool = False
-    allowed_hosts: tuple[str, ...] = ()
 
     def options_for(
         self, devices: Sequence[str], plugin: str | None, plugin_options: Mapping[str, str]
@@ -85,38 +65,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     )
         return _merged(own, self.backend_options)
 
-    def timeouts_for(self, wait_s: float) -> Timeouts:
-        """Return timeouts with which SGLang decides how long a request waits for the other side.
 
-        Raises:
-            ConfigError: A timeout is unknown or out of range.
-        """
-        names = ("transfer_s", "open_s", "grant_s", "first_bytes_s", "progress_s", "announced_s")
-        return _make(Timeouts, {"lease_s": 10.0, **dict.fromkeys(names, wait_s), **self.timeouts}, "timeouts")
-
-    def make_proofs(self) -> Proofs:
-        """Return the settings of what proves that a prefill process can no longer write.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
-        """
-        return _make(Proofs, self.proofs, "proofs")
-
-    def limits_for(self, metadata_bytes: int) -> Limits:
-        """Return limits that allow the size of the metadata.
-
-        Raises:
-            ConfigError: A limit is unknown or out of range, or the metadata is larger than can be sent.
-        """
-        needed = max(Limits().metadata_bytes, metadata_bytes)
-        return _make(Limits, {"metadata_bytes": needed, **self.limits}, "limits")
+def default_timeouts(wait_s: float) -> dict[str, float]:
+    """Return timeouts with which SGLang decides how long a request waits for the other side."""
+    names = ("transfer_s", "open_s", "grant_s", "first_bytes_s", "progress_s", "announced_s")
+    return {"lease_s": 10.0, **dict.fromkeys(names, wait_s)}
 
 
-def _make(kind: Callable[..., Made], values: Mapping[str, Any], setting: str) -> Made:
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError("unknown setting", setting=f"{VARIABLE}.{setting}", value=dict(values)) from error
+def default_limits(metadata_bytes: int) -> dict[str, int]:
+    """Return limits that allow the size of the metadata."""
+    return {"metadata_bytes": max(Limits().metadata_bytes, metadata_bytes)}
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

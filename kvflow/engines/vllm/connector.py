@@ -23,7 +23,6 @@ from vllm.version import __version__ as vllm_version
 
 from kvflow import ConfigError
 from kvflow.engines.logs import adapter_logger
-from kvflow.engines.trust import chosen_trust
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
@@ -84,7 +83,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._groups,
                 is_prefill=transfer.is_kv_producer,
                 is_decode=transfer.is_kv_consumer,
-                trust=chosen_trust(self._options.keys, plain=self._options.plain),
+                trust=self._options.load_trust(),
             )
             if self._patience_s:
                 sleep_instead_of_spinning(lambda: self._scheduler.is_empty)

@@ -12,10 +12,9 @@ import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
-from kvflow.engines.trust import chosen_trust
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
-from kvflow.engines.vllm.options import Options
+from kvflow.engines.vllm.options import TIMEOUTS, Options
 
 __all__ = ["Place", "Ranks", "open_ranks"]
 
@@ -145,10 +144,8 @@ def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:
     return kvflow.DecodeConfig(
         registry=options.registry,
         advertise=options.host,
-        digest_every=options.digest_every,
-        proofs=options.make_proofs(),
         signed_tickets=options.signed_tickets,
-        allowed_hosts=options.allowed_hosts,
+        **options.for_decode(),
         **common,
     )
 
@@ -158,11 +155,7 @@ def _common_settings(options: Options, place: Place) -> dict[str, Any]:
         "instance": place.instance,
         "engine_rank": place.engine_rank,
         "num_ranks": place.num_ranks,
-        "backend": options.backend,
-        "timeouts": options.make_timeouts(),
-        "limits": options.make_limits(),
-        "staging_bytes": options.staging_bytes,
-        "trust": chosen_trust(options.keys, plain=options.plain),
+        **options.for_rank(TIMEOUTS, {}),
     }
 
 

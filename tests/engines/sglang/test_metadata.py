@@ -9,7 +9,7 @@ import pytest
 
 from kvflow import ConfigError, LocalProtocolError
 from kvflow.engines.sglang.metadata import MetadataRows
-from kvflow.engines.sglang.settings import read_settings
+from kvflow.engines.sglang.settings import default_limits, default_timeouts, read_settings
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -102,11 +102,12 @@ def test_options_that_cannot_reach_the_transport_are_refused(
 
 def test_settings_have_defaults_that_leave_waiting_to_sglang() -> None:
     settings = read_settings({})
-    timeouts = settings.timeouts_for(300.0)
-    assert (settings.backend, timeouts.grant_s, timeouts.transfer_s, timeouts.lease_s) == ("nixl", 300.0, 300.0, 10.0)
+    made = settings.for_rank(default_timeouts(300.0), default_limits(3_000_000))
+    timeouts = made["timeouts"]
+    assert (made["backend"], timeouts.grant_s, timeouts.transfer_s, timeouts.lease_s) == ("nixl", 300.0, 300.0, 10.0)
     assert (timeouts.progress_s, timeouts.announced_s) == (300.0, 300.0)
-    assert settings.make_proofs().process_end
-    assert settings.limits_for(3_000_000).metadata_bytes == 3_000_000
+    assert settings.for_decode()["proofs"].process_end
+    assert made["limits"].metadata_bytes == 3_000_000
 
 
 def test_settings_are_read() -> None:
@@ -116,8 +117,9 @@ def test_settings_are_read() -> None:
     )
     settings = read_settings({"KVFLOW_SGLANG": text})
     assert (settings.backend, settings.affinity) == ("memory", (0, 1))
-    assert (settings.timeouts_for(1.0).lease_s, settings.limits_for(1).transfers) == (2, 9)
-    assert not settings.make_proofs().process_end
+    made = settings.for_rank(default_timeouts(1.0), default_limits(1))
+    assert (made["timeouts"].lease_s, made["limits"].transfers) == (2, 9)
+    assert not settings.for_decode()["proofs"].process_end
 
 
 @pytest.mark.parametrize("text", ["{", '{"lease_s": 3}', '{"backend": 3}', "[]"])
@@ -130,4 +132,4 @@ def test_settings_that_are_wrong_are_refused(text: str) -> None:
 def test_timeouts_that_are_wrong_are_refused(text: str) -> None:
     settings = read_settings({"KVFLOW_SGLANG": text})
     with pytest.raises(ConfigError):
-        settings.timeouts_for(1.0)
+        settings.for_rank({}, {})
