@@ -466,28 +466,6 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         every = self.config.digest_every
         return bool(every) and generation % every == 0
 
-    def warm_up(self, room: RoomId) -> bool:
-        """Execute the code path for completing a granted room; see `kvflow.PrefillRank.warm_up`.
-
-        Args:
-            room: A room that is being received.
-
-        Returns:
-            True if the room is granted.
-
-        Raises:
-            LocalProtocolError: The rank is not open, or this is the wrong event loop or thread.
-            RankBroken: The rank is broken.
-        """
-        self.check_open()
-        warm_up = self._core.warm_up_core(room, self.now())
-        if warm_up is None:
-            return False
-        core, notices = warm_up
-        for notice in notices:
-            self._aggregate.warm_up(core, notice)
-        return True
-
     def statistics(self) -> RankStatistics:
         """Return the current counters.
 

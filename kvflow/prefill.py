@@ -17,8 +17,8 @@ from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages, TokenPages, pages_spanned
-from kvflow.geometry.ranges import TokenRange, held_range
+from kvflow.geometry.pages import Pages
+from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import host_of
 from kvflow.observe.trace import TransferLine
 from kvflow.packing.staging import LocalStaging
@@ -47,7 +47,6 @@ from kvflow.wire.messages import (
     MAX_DOMAIN_BYTES,
     Failure,
     Goodbye,
-    Grant,
     Hello,
     Message,
     RankRecord,
@@ -129,56 +128,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             TransferFailed: On exit: the transfer failed, and the error was not raised inside the block.
         """
         return RoomSender(self, room, label, defer_lease=defer_lease)
-
-    def warm_up(self, room: RoomId) -> bool:
-        """Execute the code path of a granted room's last chunk without sending anything.
-
-        Code that has not run for about ten milliseconds is several times slower, and an engine usually computes longer
-        than that between the grant and the last chunk. Blocking ranks can warm up automatically
-        (`LoopThread(warm_up_interval_s=)`). A warm-up takes 0.1 to 0.6 ms.
-
-        Args:
-            room: A room that is being sent.
-
-        Returns:
-            True if there was something to run: a decode rank has granted, and the last chunk has not been offered yet.
-
-        Raises:
-            LocalProtocolError: The rank is not open, or this is the wrong event loop or thread.
-            RankBroken: The rank is broken.
-        """
-        self.check_open()
-        now = self.now()
-        warm_up = self._core.warm_up_core(room, now)
-        if warm_up is None:
-            return False
-        core, grant = warm_up
-        try:
-            chunk = self._warm_up_chunk(grant)
-            for effect in core.handle(ev.ChunkOffered(grant.room, chunk, self.footprint(chunk.pages)), now):
-                if isinstance(effect, ef.PostPiece):
-                    self._planning.warm_up(effect.piece)
-                    core.handle(ev.PostEnded(effect.piece.delivery, effect.piece.seq, None), now)
-        except KvflowError:  # a chunk that does not fit is reported when it is offered
-            return False
-        finally:
-            self._planning.drop_room(grant.room)
-        return True
-
-    def _warm_up_chunk(self, grant: Grant) -> Chunk:
-        """Return a chunk of placeholder pages that covers everything granted.
-
-        Raises:
-            PlanError: The chunk is invalid for this layout.
-        """
-        pages: dict[str, Pages] = {}
-        for name, tokens in grant.ranges.items():
-            component = self.layout.by_name.get(name)
-            if component is not None:
-                pages[name] = TokenPages(
-                    tokens, [0] * pages_spanned(held_range(tokens, component.shard), component.tokens_per_slot)
-                )
-        return finish_chunk(make_chunk(self.layout, (0, 0), pages), b"", self.config.limits.metadata_bytes)
 
     def ticket(self, room: RoomId) -> dict[str, object]:
         """Return a ticket: what a decode rank needs to receive a room from this instance. Routers pass it on as is.

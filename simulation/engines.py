@@ -9,7 +9,6 @@ import functools
 import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
@@ -20,7 +19,6 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import DecodeRank
 from kvflow.errors import (
     CapacityExceeded,
-    KvflowError,
     LocalProtocolError,
     PagesInUse,
     RankBroken,
@@ -418,8 +416,6 @@ class PrefillWorker(Worker):
         last = len(course.cuts) - 1
         for number, (stop, groups) in enumerate(zip(course.cuts, pauses, strict=True)):
             await anyio.sleep(course.pace_s)
-            with suppress(KvflowError):  # the rank is closed or broken; the next call raises that
-                self.rank.warm_up(one.request.room)
             if stop is None:
                 await anyio.sleep_forever()
             elif stop > one.position or number == last:

@@ -41,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=70, metavar="N", help="of a round")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each engine")
     parser.add_argument("--sglang", action="store_true", help="compare with SGLang's own ends; it has to be installed")
-    parser.add_argument(
-        "--warm-up", type=float, default=0.0, metavar="S", help="how often kvflow warms up what waits; 0: never"
-    )
     parser.add_argument("--alone", action="store_true", help="leave out what kvflow is compared with")
     parser.add_argument("--timeline", action="store_true", help="time the steps of a handover of kvflow instead")
     add_backend_option(parser)
@@ -62,7 +59,6 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         backend=backend,
         shape=arguments.shape,
         tokens=arguments.tokens,
-        warm_up_s=arguments.warm_up,
         is_traced=arguments.timeline,
     )
     ways: list[Way] = ["kvflow"]

@@ -87,15 +87,11 @@ def _check(failure: object) -> None:
         raise KvflowError("a transfer failed", failure=str(failure))
 
 
-def _loop(options: EmbeddedOptions) -> LoopThread:
-    return LoopThread(warm_up_interval_s=options.warm_up_s or None)
-
-
 @contextmanager
 def open_prefill(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> Iterator[KvflowPrefill]:
     """Open a prefill rank."""
     config = PrefillConfig(instance=PREFILL, registry=options.registry, backend=options.backend)
-    with _loop(options) as loop, PrefillRank(config, pool.layout, loop=loop) as rank:
+    with LoopThread() as loop, PrefillRank(config, pool.layout, loop=loop) as rank:
         yield KvflowPrefill(rank, options.tokens, tables)
 
 
@@ -103,5 +99,5 @@ def open_prefill(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> It
 def open_decode(options: EmbeddedOptions, pool: PagePool, tables: Tables) -> Iterator[KvflowDecode]:
     """Open a decode rank."""
     config = DecodeConfig(instance=DECODE, registry=options.registry, backend=options.backend)
-    with _loop(options) as loop, DecodeRank(config, pool.layout, loop=loop) as rank:
+    with LoopThread() as loop, DecodeRank(config, pool.layout, loop=loop) as rank:
         yield KvflowDecode(rank, options.tokens, tables)

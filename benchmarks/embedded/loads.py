@@ -29,7 +29,6 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
         shape: Name in `SHAPES`.
         tokens: Tokens of each request; whole pages.
         port: Port of SGLang's bootstrap server.
-        warm_up_s: `warm_up_interval_s` of kvflow's loop threads; 0 for none.
         is_traced: Record the steps of kvflow's handovers.
     """
 
@@ -37,7 +36,6 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
     shape: str = "llama3-8b"
     tokens: int = 16
     port: int = 0
-    warm_up_s: float = 0.0
     is_traced: bool = False
 
 

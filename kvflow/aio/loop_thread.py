@@ -32,12 +32,10 @@ class LoopThread:
         switch_interval_s: Value for `sys.setswitchinterval` while a transfer of its ranks is open, unless it is already
             shorter; restored afterwards. With Python's default of 5 ms, each thread involved in a handover may wait
             that long for an engine that computes in Python. None leaves it unchanged.
-        warm_up_interval_s: How often ranks run the code path of waiting transfers in advance
-            (`kvflow.PrefillRank.warm_up`), so that it is fast when needed. Useful if cores are idle. By default, never.
 
     Raises:
         LocalProtocolError: On entry: it has already been entered. On exit: ranks still use it.
-        ConfigError: An interval is not a valid duration. On entry: the CPUs do not exist, or the system does not
+        ConfigError: The interval is not a valid duration. On entry: the CPUs do not exist, or the system does not
             support affinity.
     """
 
@@ -46,14 +44,10 @@ class LoopThread:
         affinity: Collection[int] | None = None,
         *,
         switch_interval_s: float | None = SWITCH_INTERVAL_S,
-        warm_up_interval_s: float | None = None,
     ) -> None:
         if switch_interval_s is not None:
             check_duration("switch_interval_s", switch_interval_s)
-        if warm_up_interval_s is not None:
-            check_duration("warm_up_interval_s", warm_up_interval_s)
         self.switch_interval_s = switch_interval_s
-        self.warm_up_interval_s = warm_up_interval_s
         self._affinity = affinity
         self._portal: BlockingPortal | None = None
         self._num_users = 0

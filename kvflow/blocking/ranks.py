@@ -14,7 +14,6 @@ from kvflow.aio.change_queue import ChangeQueue
 from kvflow.aio.loop_thread import LoopThread
 from kvflow.aio.switch_interval import SWITCHING
 from kvflow.aio.thread_waker import ThreadWaker
-from kvflow.aio.warm_ups import WarmUps
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
@@ -22,7 +21,6 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.decode import Prefill
 from kvflow.errors import (
     ConfigError,
-    KvflowError,
     LocalProtocolError,
 )
 from kvflow.geometry.layout import KVLayout
@@ -57,7 +55,6 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             raise ConfigError("affinity applies to the loop; pass it to LoopThread", affinity=affinity)
         self._changes: ChangeQueue[AnyTransfer] = ChangeQueue()
         self._unsettled: set[BlockingTransfer] = set()
-        self._warm_ups: WarmUps[BlockingTransfer]
         self._switch_interval_s: float | None = None
         self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
@@ -85,14 +82,12 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
             stack.callback(self._forget_unsettled)
             loop = self._loop or stack.enter_context(LoopThread(self._affinity))
             self._switch_interval_s = loop.switch_interval_s
-            self._warm_ups = WarmUps(self._warm_up, loop.warm_up_interval_s)
             self._portal = stack.enter_context(loop.use())
             rank = self._portal.call(self._make_rank)
             stack.enter_context(self._portal.wrap_async_context_manager(rank))
             self._rank = rank
             self._waker = self._portal.call(ThreadWaker)
             stack.callback(self._portal.call, self._waker.close)
-            stack.callback(self._portal.call, self._warm_ups.close)
             self._stack = stack.pop_all()
         self._is_open = True
         return self
@@ -283,24 +278,16 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self._rank
 
     def _note_begun(self, transfer: BlockingTransfer) -> None:
-        """Track an open transfer: warm it up, and shorten the switch interval while any transfer is open."""
-        self._warm_ups.add(transfer)
+        """Track an open transfer, and shorten the switch interval while any transfer is open."""
         if not self._unsettled and self._switch_interval_s is not None:
             SWITCHING.shorten(self._switch_interval_s)
         self._unsettled.add(transfer)
 
     def _note_settled(self, transfer: BlockingTransfer) -> None:
         if transfer in self._unsettled:
-            self._warm_ups.remove(transfer)
             self._unsettled.remove(transfer)
             if not self._unsettled and self._switch_interval_s is not None:
                 SWITCHING.restore(self._switch_interval_s)
-
-    def _warm_up(self, transfer: BlockingTransfer) -> bool:
-        try:
-            return self._opened.warm_up(transfer.room)
-        except KvflowError:  # the rank is broken or closed
-            return False
 
     def _forget_unsettled(self) -> None:
         for transfer in list(self._unsettled):

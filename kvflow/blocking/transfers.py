@@ -131,7 +131,6 @@ class BlockingTransfer:
         """Make `completed` report this transfer. Changes before it does are combined into one update."""
         if self.outcome is not Outcome.PENDING and self.memory is Memory.SAFE:  # the final state
             self._transfer.on_change = None
-        self._rank._warm_ups.skip()
         if self.is_settled:
             self._rank._note_settled(self)
         if self._is_changed:

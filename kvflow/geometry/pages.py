@@ -25,7 +25,6 @@ __all__ = [
     "build_page_table",
     "build_page_tables",
     "count_runs",
-    "first_page",
     "locate",
     "normalize",
     "pages_spanned",
@@ -137,19 +136,6 @@ def _span(tokens: TokenRange, page_size: int) -> int:
 def count_runs(pages: NDArray[Any]) -> int:
     """Count the runs of consecutive pages; `pages` is a flat array of integers."""
     return int(np.count_nonzero(pages[1:] != pages[:-1] + 1)) + bool(len(pages))
-
-
-def first_page(tokens: TokenRange, component: Component) -> tuple[TokenRange, int]:
-    """Restrict a range to the first page that it touches on any rank, or to a whole slot.
-
-    Returns:
-        The shorter range, and the number of pages of the component that it spans: usually one.
-    """
-    start, stop = tokens
-    size = component.tokens_per_slot
-    if component.kind == "paged":
-        stop = min(stop, start - start % size + size * component.shard.size)
-    return (start, stop), _span(held_range((start, stop), component.shard), size)
 
 
 def build_page_table(component: Component, given: TokenPages, *, distinct: bool = False) -> PageTable:

@@ -16,10 +16,9 @@ from kvflow.packing.scatter import Scattering
 from kvflow.packing.staging import StagingMemory
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import find_difference
-from kvflow.state.decode.core import DecodeCore
 from kvflow.state.effects import ScatterStaged, VerifyDigests
 from kvflow.state.events import DecodeEvent, DigestsVerified, NoticeDelivered, Scattered
-from kvflow.wire.codec import Reader, encode
+from kvflow.wire.codec import Reader
 from kvflow.wire.messages import Failure, Notice
 
 __all__ = ["Aggregate"]
@@ -62,10 +61,6 @@ class Aggregate:
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
         else:
             self._context.dispatch(NoticeDelivered(notice))
-
-    def warm_up(self, core: DecodeCore, notice: Notice) -> None:
-        """Do the work of `take` for a notice, on a core that is discarded afterwards."""
-        core.handle(NoticeDelivered(NOTICES.take([encode(notice)])), self._context.now())
 
     def scatter(self, effect: ScatterStaged) -> None:
         """Scatter a notice's staging slot into pages, and dispatch Scattered."""

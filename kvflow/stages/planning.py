@@ -28,7 +28,6 @@ from kvflow.state import events as ev
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.packing import pays_off
-from kvflow.wire.codec import encode
 from kvflow.wire.messages import Notice, Staged
 
 __all__ = ["Plan", "PlanWork", "Planning", "PreparedRoute"]
@@ -158,15 +157,6 @@ class Planning:
             self._fail(piece, error)
         else:
             self._context.start_task(self._plan_in_thread, work)
-
-    def warm_up(self, piece: Piece) -> None:
-        """Do the work of `post_piece` without posting.
-
-        Raises:
-            PlanError: The granted page tables are invalid, so the piece itself would fail.
-        """
-        self.prepare(piece).plan()
-        encode(piece.notice)
 
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Post a piece that was planned by `plan_piece`."""

@@ -1,6 +1,5 @@
 """Random pairs of instances in the whole service: real messages, real transports, real memory."""
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
@@ -16,19 +15,14 @@ from kvflow.backends.base import Backend
 from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.config import Limits
 from kvflow.geometry.pages import TokenPages
-from kvflow.state.tables import Outcome
 from kvflow.statistics import StagingStatistics
 from tests.support.examples import examples
 from tests.support.instances import decode_config, prefill_config
-from tests.support.waiting import until
 from tests.support.worlds import Rank, World, worlds
 
 pytestmark = pytest.mark.anyio
 
 MAX_RANKS = 8
-
-Condition = Callable[[], bool]
-WarmedUp = set[kvflow.DecodeRank]
 
 small_worlds = worlds().filter(lambda world: len(world.prefill) + len(world.decode) <= MAX_RANKS)
 
@@ -58,13 +52,6 @@ async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple
     await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
 
 
-@pytest.mark.timeout(120)
-@settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
-@given(world=small_worlds)
-async def test_warm_ups_leave_no_trace(world: World) -> None:
-    await hand_over(world, "memory", warms_up=True)
-
-
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
     """Compute and `transfer` the request, and compare all memory with the model."""
     if backend != "memory":  # it maps any address
@@ -85,12 +72,10 @@ async def transfer(
     bytes_per_post: int = 2**20,
     stops: tuple[int, ...] = (),
     packing: str = "auto",
-    warms_up: bool = False,
 ) -> StagingStatistics:
     """Open every rank, send and receive the request; return the statistics of packing."""
     totals = [0, 0]
     staging = STAGING if packing == "always" else {}
-    warmed_up = WarmedUp()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
@@ -106,10 +91,9 @@ async def transfer(
             receivers.append((await stack.enter_async_context(receiver), rank))
         async with anyio.create_task_group() as tasks:
             for prefill, rank in senders:
-                all_warm_up = (lambda: len(warmed_up) == len(receivers)) if warms_up else None
-                tasks.start_soon(send, world, prefill, rank, stops, all_warm_up)
+                tasks.start_soon(send, world, prefill, rank, stops)
             for decode, rank in receivers:
-                tasks.start_soon(receive, world, decode, rank, warmed_up if warms_up else None)
+                tasks.start_soon(receive, world, decode, rank)
         for prefill, _ in senders:
             found = prefill.statistics().staging
             totals = [totals[0] + found.packed_posts, totals[1] + found.direct_posts]
@@ -121,7 +105,6 @@ async def send(
     prefill: kvflow.PrefillRank,
     rank: Rank,
     stops: tuple[int, ...],
-    others_warm_up: Condition | None,
 ) -> None:
     """Send the paged main component chunk by chunk, and everything else with the last chunk."""
     num_tokens = world.num_tokens["kv"]
@@ -133,12 +116,6 @@ async def send(
             if start < stop:
                 pages = {"kv": rank.pages("kv", (start, stop))} if "kv" in names else {}
                 await sender.chunk((start, stop), pages, layers=layers)
-        if others_warm_up is not None:
-            await sender.granted()
-            await until(others_warm_up)
-            before = prefill.statistics()
-            assert prefill.warm_up(ROOM)
-            assert prefill.statistics() == before
         last = (edges[-2], num_tokens)
         parts = {name: TokenPages((0, world.num_tokens[name]), rank.tables[name]) for name in names}
         if "kv" in names:
@@ -152,9 +129,7 @@ def with_all_pages(rank: Rank, name: str, part: TokenPages) -> TokenPages:
     return TokenPages(part.tokens, rank.pages(name, part.tokens))
 
 
-async def receive(
-    world: World, decode: kvflow.DecodeRank, rank: Rank, warmed_up: set[kvflow.DecodeRank] | None
-) -> None:
+async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
     pages = {
         component.name: TokenPages(
             world.wanted[component.name], rank.pages(component.name, world.wanted[component.name])
@@ -163,12 +138,6 @@ async def receive(
     }
     tokens = world.wanted["kv"]
     async with decode.receive(ROOM, prefill="prefill", tokens=tokens, pages=pages) as receiver:
-        if warmed_up is not None:
-            await until(lambda: receiver.outcome is not Outcome.PENDING or decode.warm_up(ROOM))
-            before = decode.statistics()
-            assert decode.warm_up(ROOM) is (receiver.outcome is Outcome.PENDING)
-            assert decode.statistics() == before
-            warmed_up.add(decode)
         handover = await receiver.done()
     held = {name[:3] for name in world.held()}
     assert handover.num_bytes == int((world.expected(rank, held) != world.expected(rank, set())).sum())

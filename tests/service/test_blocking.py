@@ -29,7 +29,6 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.room import RoomId
-from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import Grant
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
@@ -632,7 +631,6 @@ import atexit, sys
 from contextlib import ExitStack
 from kvflow import blocking
 from kvflow.room import RoomId
-from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import Grant
 from tests.support.instances import make_pool, prefill_config
 
@@ -693,53 +691,9 @@ def test_threads_are_switched_sooner_while_a_transfer_is_open(interval_s: float 
 
 
 @pytest.mark.parametrize("interval_s", [0, -1.0, float("nan"), "soon"])
-@pytest.mark.parametrize("name", ["switch_interval_s", "warm_up_interval_s"])
-def test_an_interval_of_a_loop_thread_is_a_duration(name: str, interval_s: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        LoopThread(**{name: interval_s})
-
-
-def test_a_transfer_that_waits_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed_up: set[str] = set()
-    for kind in (kvflow.PrefillRank, kvflow.DecodeRank):
-
-        def note(rank: Any, room: int, warm_up: Any = kind.warm_up, name: str = kind.__name__) -> bool:
-            was_possible: bool = warm_up(rank, room)
-            if was_possible:
-                warmed_up.add(name)
-            return was_possible
-
-        monkeypatch.setattr(kind, "warm_up", note)
-    with registry_in_thread() as endpoint, LoopThread(warm_up_interval_s=1e-3) as loop:
-        source, target = make_pool(), make_pool()
-        with (
-            blocking.PrefillRank(prefill_config(endpoint, backend="memory"), source.layout, loop=loop) as prefill,
-            blocking.DecodeRank(decode_config(endpoint, backend="memory"), target.layout, loop=loop) as decode,
-        ):
-            receiver = decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES)
-            sender = prefill.send(1)
-            while len(warmed_up) < 2:
-                time.sleep(1e-3)
-            sender.finish(TOKENS, PAGES, metadata=b"token")
-            receiver.wait()
-            assert receiver.result().metadata == b"token"
-
-
-def test_a_room_that_warm_ups_use_is_an_engines_as_well() -> None:
-    with registry_in_thread() as endpoint, LoopThread(warm_up_interval_s=1e-3) as loop:
-        source, target = make_pool(), make_pool()
-        with (
-            blocking.PrefillRank(prefill_config(endpoint, backend="memory"), source.layout, loop=loop) as prefill,
-            blocking.DecodeRank(decode_config(endpoint, backend="memory"), target.layout, loop=loop) as decode,
-        ):
-            receiver = decode.receive(WARM_UP_ROOM, prefill="prefill", tokens=TOKENS, pages=PAGES)
-            sender = prefill.send(WARM_UP_ROOM)
-            while sender.wanted is None:
-                time.sleep(1e-3)
-            for rank in (prefill, decode):
-                assert not rank.ask(lambda rank: rank.warm_up(WARM_UP_ROOM)).result()
-            sender.finish(TOKENS, PAGES, metadata=b"token")
-            assert receiver.wait() is Outcome.SUCCESS
+def test_the_interval_of_a_loop_thread_is_a_duration(interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match="switch_interval_s"):
+        LoopThread(switch_interval_s=interval_s)
 
 
 KILLED = """

@@ -7,10 +7,7 @@ carry out in order. Equal events at equal times give equal effects, so any run c
 from collections.abc import Hashable
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from kvflow.errors import FailureReason, Stage
-from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.decode.handshake import Instances
 from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue, QueuePairsGone
@@ -23,7 +20,6 @@ from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
-from kvflow.state.warm_up import WARM_UP_ROOM
 from kvflow.wire.messages import (
     AnyMessage,
     Drained,
@@ -148,23 +144,6 @@ class DecodeCore:
     def windows_free(self) -> int:
         """Number of free staging windows."""
         return self.windows.num_windows - self.windows.num_taken
-
-    def warm_up_core(self, room: RoomId, now: float) -> tuple["DecodeCore", list[Notice]] | None:
-        """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
-
-        Returns:
-            The core, and the notices with which the prefill ranks complete its room `WARM_UP_ROOM`; None if the room is
-            not granted.
-        """
-        known = self.rooms.rooms.get(self.rooms.generations.get(room, 0))
-        is_used = WARM_UP_ROOM in self.rooms.generations
-        if known is None or not known.granted or not known.state.is_pending or is_used:
-            return None
-        other = DecodeCore(self.me, self._settings)
-        opened = replace(known.opened, room=WARM_UP_ROOM, digest=False)
-        opened_room = other.rooms.open(opened, now)
-        other.rooms.connected(opened_room, tuple(progress.rank for progress in known.ranks.values()), now)
-        return other, [progress.only_notice(opened) for progress in opened_room.ranks.values()]
 
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:

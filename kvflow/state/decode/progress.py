@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.ranges import TokenRange
 from kvflow.state.effects import WrittenBy
-from kvflow.state.events import ConnectedRank, ReceiveOpened
+from kvflow.state.events import ConnectedRank
 from kvflow.state.tables import RANK, RankSignal, RankState
 from kvflow.wire.messages import Notice
 
@@ -138,20 +138,6 @@ class RankProgress:
         """Note that the scatter of a notice's piece has ended."""
         del self._scattering[seq]
         self._tally.num_scattering -= 1
-
-    def only_notice(self, opened: ReceiveOpened) -> Notice:
-        """Build the notice with which the rank would report everything as one piece."""
-        num_bytes = expected_bytes(self._expected, self._wanted, self._wanted)
-        return Notice(
-            room=opened.room,
-            generation=opened.generation,
-            token=self.token,
-            engine_rank=self.peer.rank.engine_rank,
-            seq=0,
-            ranges=dict(self._wanted),
-            num_bytes=num_bytes,
-            last=True,
-        )
 
     def _anomaly(self, notice: Notice) -> str | None:
         if notice.seq > self._max_notices:

@@ -37,7 +37,6 @@ from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
-from kvflow.state.warm_up import WARM_UP_ROOM, first_page_of
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PAGE_BYTES,
@@ -225,24 +224,6 @@ class PrefillCore:
     def is_open(self, room: RoomId) -> bool:
         """Return whether the engine has opened a room."""
         return room in self.rooms.rooms
-
-    def warm_up_core(self, room: RoomId, now: float) -> "tuple[PrefillCore, Grant] | None":
-        """Build a core with one granted room and nothing else, to rehearse the rest of the transfer.
-
-        Returns:
-            The core, and its grant of one page for the room `WARM_UP_ROOM`; None if no decode rank waits for chunks of
-            the room.
-        """
-        known = self.rooms.rooms.get(room)
-        delivery = known.next_delivery if known is not None else None
-        peer = self.peers.find(delivery.id.peer) if delivery is not None else None
-        if delivery is None or peer is None or WARM_UP_ROOM in self.rooms.rooms:
-            return None
-        other = PrefillCore(self.me, self._settings)
-        grant = first_page_of(delivery.grant, peer.link.layout)
-        other.rooms.open(WARM_UP_ROOM, now)
-        other.rooms.grant(other.peers.adopt(peer, now), grant, now)
-        return other, grant
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:

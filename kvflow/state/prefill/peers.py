@@ -361,14 +361,6 @@ class DecodePeers:
         self._weigh(known.id)
         return known
 
-    def adopt(self, other: DecodePeer, now: float) -> DecodePeer:
-        """Copy a decode rank from another core, without its history."""
-        known = self._add(DecodePeer(other.id, self._timers, other.kept, None))
-        known.connection, known.attempt, known.link = other.connection, other.attempt, other.link
-        self._by_connection[known.connection] = known.id
-        known.liveness.connected(other.liveness.lease_s, now)
-        return known
-
     def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
         """Note that a decode rank has received its Welcome, which ends its earlier incarnations.
 

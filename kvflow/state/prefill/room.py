@@ -112,13 +112,6 @@ class Room:
         """Decode ranks that have granted."""
         return [delivery.id.peer for delivery in self.deliveries.values()]
 
-    @property
-    def next_delivery(self) -> Delivery | None:
-        """A delivery that needs more chunks; None if there is none."""
-        if self.is_finished or not self.state.is_pending:
-            return None
-        return next(iter(self.deliveries.values()), None)
-
     def pages(self) -> dict[str, bytes]:
         """Return the distinct pages of its chunks by component, encoded as `WIRE_PAGES`."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}
