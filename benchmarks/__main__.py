@@ -1,4 +1,4 @@
-"""Benchmarks beyond `kvflow bench`: `python -m benchmarks NAME OPTIONS`."""
+"""Benchmarks of kvflow: `python -m benchmarks NAME OPTIONS`."""
 
 import sys
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from typing import Final
 from kvflow.cli.main import run_quietly
 
 NAMES: Final = {
+    "handover": "latency, rate and CPU time of small requests, compared with the bare transport",
+    "transfer": "throughput of one transfer at a time, compared with the bare transport",
     "embedded": "handovers between engines, and what calls cost their scheduler",
     "vllm_handover": "vLLM servers with kvflow's connector and with vLLM's own: handovers, first tokens, equal texts",
     "sglang_transfer": "kvflow behind SGLang's interfaces, and SGLang's own NIXL backend: requests, CPU, calls",

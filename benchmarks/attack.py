@@ -17,7 +17,7 @@ import msgspec
 import kvflow
 from benchmarks.keys import make_trusts
 from benchmarks.rooms import Rooms, deploy
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
+from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.cli.processes import ChildProcess, open_tasks
 

@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 
 from benchmarks.rooms import Pair, deploy
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows
+from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import add_backend_option, check_backend, check_positive, counts
 from kvflow.cli.pools import PagePool, PoolShape
 

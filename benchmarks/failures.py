@@ -21,8 +21,8 @@ from anyio.abc import TaskGroup
 from msgspec import structs
 
 import kvflow
-from kvflow.cli.bench.rows import percentile
-from kvflow.cli.bench.sides import DECODE, PREFILL, SideName, SideOptions
+from benchmarks.rows import percentile
+from benchmarks.sides import DECODE, PREFILL, SideName, SideOptions
 from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
 from kvflow.cli.processes import ChildFailed, ChildProcess, Report, open_tasks
 

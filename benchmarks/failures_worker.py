@@ -19,8 +19,8 @@ from anyio.abc import TaskGroup
 import kvflow
 from benchmarks.failures import EngineOptions
 from benchmarks.resources import num_files, num_threads, resident_bytes
+from benchmarks.sides import PREFILL
 from kvflow import Stage
-from kvflow.cli.bench.sides import PREFILL
 from kvflow.cli.pools import PagePool, PoolShape
 from kvflow.cli.processes import Line, next_order, run_child
 

@@ -15,7 +15,7 @@ import msgspec
 
 import kvflow
 from benchmarks.hetero import TABLES, WAYS, HeteroOptions, Load
-from kvflow.cli.bench.sides import PREFILL
+from benchmarks.sides import PREFILL
 from kvflow.cli.pools import PagePool, page_tables
 from kvflow.cli.processes import Line, next_order, run_child
 from kvflow.config import Packing

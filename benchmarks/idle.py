@@ -10,7 +10,7 @@ import anyio
 import kvflow
 from benchmarks.resources import cpu_share
 from benchmarks.rooms import Rooms, deploy
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows
+from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
 
 __all__ = ["add_arguments", "measure_idle", "prepare"]

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 
 import kvflow
 from benchmarks.rooms import PATIENT, Pair, Rooms, deploy, make_pool
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
+from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.keys import add_peer, add_registry, make_keys
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvflow
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows
+from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import names
 from kvflow.geometry import Component, KVLayout, Region
 

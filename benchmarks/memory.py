@@ -30,8 +30,8 @@ from benchmarks.rooms import (
     make_pool,
     pages_of,
 )
+from benchmarks.rows import Measured, Row, compare
 from kvflow import blocking
-from kvflow.cli.bench.rows import Measured, Row, compare
 
 __all__ = ["CASES", "LIMIT_BYTES", "METHODS", "Held", "main", "measure_in_process", "measure_memory"]
 

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows
+from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import counts
 from kvflow.geometry import (
     BoundRoute,

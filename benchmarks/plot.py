@@ -8,8 +8,8 @@ from typing import Any, Final
 import msgspec
 from matplotlib.figure import Figure
 
+from benchmarks.rows import Row, grouped
 from kvflow import ConfigError
-from kvflow.cli.bench.rows import Row, grouped
 
 __all__ = ["add_arguments", "draw", "prepare"]
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from benchmarks.memory import measure_memory
 from benchmarks.resources import cpu_share
 from benchmarks.rooms import BATCH, Rooms, deploy
-from kvflow.cli.bench.rows import Measured, Row, compare, print_rows, there_and_back
+from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import cases_of, check_positive, counts, names
 
 __all__ = ["ScaleSettings", "add_arguments", "measure_scale", "prepare"]

@@ -16,8 +16,8 @@ import msgspec
 
 from benchmarks.embedded.command import Player, check_sglang, open_player, times
 from benchmarks.embedded.loads import LANES, EmbeddedOptions, Way
-from kvflow.cli.bench.loads import SHAPES
-from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
+from benchmarks.pair.loads import SHAPES
+from benchmarks.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
 from kvflow.cli.options import check_positive
 
 __all__ = ["add_arguments", "prepare"]

@@ -214,7 +214,7 @@ def test_command_gives_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["demo"], ["bench"], ["registry"], ["serve"], ["proxy"]],
+    [[], ["demo"], ["registry"], ["serve"], ["proxy"]],
     ids=lambda words: " ".join(words) or "kvflow",
 )
 def test_command_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,9 +79,7 @@ def test_program_runs(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["registry"], ["bench"], ["demo"]], ids=lambda words: " ".join(words) or "kvflow"
-)
+@pytest.mark.parametrize("command", [[], ["registry"], ["demo"]], ids=lambda words: " ".join(words) or "kvflow")
 def test_command_explains_itself(command: list[str]) -> None:
     done = run_without_torch(f"COMMAND = {command!r}{HELP}")
     assert done.returncode == 0, done.stderr

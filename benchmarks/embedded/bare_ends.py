@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.bare.endpoint import BareEndpoint
 from benchmarks.embedded.engines import News
 from benchmarks.embedded.loads import LANES
-from kvflow.cli.bench.bare.endpoint import BareEndpoint
-from kvflow.cli.bench.loads import Tables
+from benchmarks.pair.loads import Tables
 
 __all__ = ["BareDecode", "BarePrefill"]
 

@@ -12,10 +12,10 @@ import msgspec
 
 from benchmarks.embedded.loads import ENGINES, LANES, EmbeddedOptions, Load, Way
 from benchmarks.embedded.timeline import STEPS, steps_of
+from benchmarks.pair.loads import SHAPES
+from benchmarks.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
+from benchmarks.sides import open_sides
 from kvflow import ConfigError
-from kvflow.cli.bench.loads import SHAPES
-from kvflow.cli.bench.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
-from kvflow.cli.bench.sides import open_sides
 from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_installed, check_positive, names
 from kvflow.cli.processes import ChildProcess
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from benchmarks.embedded.engines import LOOK_S, News
 from benchmarks.embedded.loads import LANES, EmbeddedOptions
+from benchmarks.sides import DECODE, PREFILL
 from kvflow import DecodeConfig, PrefillConfig
 from kvflow.blocking import BlockingSender, DecodeRank, LoopThread, Memory, Outcome, PrefillRank
-from kvflow.cli.bench.sides import DECODE, PREFILL
 from kvflow.cli.pools import PagePool
 from kvflow.errors import KvflowError
 

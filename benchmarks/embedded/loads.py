@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvflow.cli.bench.sides import SideOptions
+from benchmarks.sides import SideOptions
 
 __all__ = ["ENGINES", "LANES", "EmbeddedOptions", "Load", "Way"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.embedded.engines import LOOK_S, News
 from benchmarks.embedded.loads import LANES, EmbeddedOptions
 from benchmarks.embedded.sglang_shim import install
-from kvflow.cli.bench.sides import PREFILL
+from benchmarks.sides import PREFILL
 from kvflow.cli.pools import PagePool
 from kvflow.errors import KvflowError
 

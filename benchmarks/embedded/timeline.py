@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from kvflow.cli.bench.sides import DECODE, PREFILL, SideName
+from benchmarks.sides import DECODE, PREFILL, SideName
 
 __all__ = ["STEPS", "Mark", "Timeline", "steps_of"]
 

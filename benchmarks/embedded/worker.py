@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.bare.endpoint import open_endpoint
 from benchmarks.embedded.bare_ends import BareDecode, BarePrefill
 from benchmarks.embedded.engines import DecodeEnd, PrefillEnd, other_work, play_decode, play_prefill
 from benchmarks.embedded.kvflow_ends import open_decode, open_prefill
 from benchmarks.embedded.loads import LANES, EmbeddedOptions, Load
 from benchmarks.embedded.timeline import Timeline
-from kvflow.cli.bench.bare.endpoint import open_endpoint
-from kvflow.cli.bench.loads import SHAPES
-from kvflow.cli.bench.sides import PREFILL
+from benchmarks.pair.loads import SHAPES
+from benchmarks.sides import PREFILL
 from kvflow.cli.pools import PagePool, page_tables
 from kvflow.cli.processes import Line, run_child
 

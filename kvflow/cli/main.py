@@ -14,7 +14,6 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "demo": "kvflow.cli.demo.command",
-    "bench": "kvflow.cli.bench.command",
     "registry": "kvflow.cli.registry",
     "keys": "kvflow.cli.keys",
     "serve": "kvflow.cli.serve.command",

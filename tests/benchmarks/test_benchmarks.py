@@ -16,7 +16,7 @@ from benchmarks.attack import KINDS
 from benchmarks.embedded.timeline import STEPS
 from benchmarks.hetero import CASES
 from benchmarks.limits import LIMITS
-from kvflow.cli.bench.rows import Measured, Tail, compare, rows_as_json
+from benchmarks.rows import Measured, Tail, compare, rows_as_json
 from tests.support.distributions import build_wheel, unpack
 
 pytestmark = pytest.mark.timeout(180)  # some start processes, which is slow when all cores are busy

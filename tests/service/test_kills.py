@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 import kvflow
 from benchmarks.failures import CASES, Engine, EngineOptions, FailureRow, FailureSettings, measure_failures
-from kvflow.cli.bench.sides import DECODE, PREFILL
+from benchmarks.sides import DECODE, PREFILL
 from kvflow.cli.processes import ChildFailed, open_tasks
 from tests.support.slow import slow_except
 

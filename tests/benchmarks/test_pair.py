@@ -1,4 +1,4 @@
-"""`kvflow bench`: its output, and its check of the bytes."""
+"""`python -m benchmarks handover` and `transfer`: their output, and their check of the bytes."""
 
 import itertools
 import json
@@ -14,10 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 import kvflow
-from kvflow.cli.bench.loads import SHAPES, Load, PairOptions, Table, Way, tables_of
-from kvflow.cli.bench.pair import open_pair
-from kvflow.cli.bench.rows import Measured, Row, Tail, compare, grouped, percentile, rows_as_json, rows_as_table
-from kvflow.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.pair.loads import SHAPES, Load, PairOptions, Table, Way, tables_of
+from benchmarks.pair.processes import open_pair
+from benchmarks.rows import Measured, Row, Tail, compare, grouped, percentile, rows_as_json, rows_as_table
 from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.timeout(120)  # busy-waiting loops are slow when all cores are busy
@@ -28,7 +28,7 @@ REQUESTS = Measured(bench="b", group="g", case="c", quantity="requests", unit="1
 
 
 def rows_of(options: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    assert main(["bench", *options, *SMALL, "--json"]) == 0
+    assert main([*options, *SMALL, "--json"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     return [json.loads(line) for line in shown.out.splitlines()]
@@ -88,7 +88,7 @@ def test_handover_gives_times_rates_and_costs(backend: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_rows_are_shown_to_a_person(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["bench", "handover", "--shape", "tiny", "--tokens", "256", "--in-flight", "2", "--requests", "4", *SMALL]
+    options = ["handover", "--shape", "tiny", "--tokens", "256", "--in-flight", "2", "--requests", "4", *SMALL]
     assert main(options) == 0
     shown = capsys.readouterr()
     assert "tiny over nixl, requests of 256 tokens: requests, 1/s (higher is better)" in shown.out
@@ -107,8 +107,15 @@ def test_rows_are_shown_to_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_named(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *options]) == 2
+    assert main(options) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["abc", "1,,2", "0", "-1", "1.5", ""])
+def test_numbers_that_are_none_are_refused_in_plain_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["handover", f"--tokens={text}"])
+    assert f"argument --tokens: expected positive numbers separated by commas, not {text!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["kvflow", "bare"])
@@ -167,11 +174,11 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_NIXL)
     paths = [str(tmp_path), str(Path(kvflow.__file__).parent.parent)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    command = [sys.executable, "-m", "kvflow.cli", "bench", "handover", "--shape", "tiny", *SMALL]
+    command = [sys.executable, "-m", "benchmarks", "handover", "--shape", "tiny", *SMALL]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 2
-    assert shown.stderr.startswith("kvflow bench: NIXL is not installed or does not load; install kvflow[nixl-cu12]")
-    assert len(shown.stderr.splitlines()) == 1
+    (line,) = shown.stderr.splitlines()
+    assert line.startswith("benchmarks handover: NIXL is not installed or does not load; install kvflow[nixl-cu12]")
 
 
 def test_a_table_says_what_its_columns_are() -> None:

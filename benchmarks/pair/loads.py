@@ -1,4 +1,4 @@
-"""Options and loads of the two processes."""
+"""Options and loads of both processes."""
 
 from typing import Final, Literal, NamedTuple
 
@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.cli.bench.sides import SideOptions
+from benchmarks.sides import SideOptions
 from kvflow.cli.pools import PoolShape, page_tables
 
 __all__ = ["BARE_WAYS", "MAX_TABLES", "SHAPES", "WAYS", "Load", "PairOptions", "Table", "Tables", "Way", "tables_of"]

@@ -1,16 +1,50 @@
-"""Small requests: latency until decode may start, requests per second, and CPU time per request."""
+"""Latency until decode may start, rate and CPU time of small requests, compared with the bare transport."""
 
+import argparse
 import statistics
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import product
 
 import msgspec
 
-from kvflow.cli.bench.loads import MAX_TABLES, SHAPES, Load
-from kvflow.cli.bench.pair import Pair, Round, Rounds, open_pair, rounds_in_turn
-from kvflow.cli.bench.rows import Measured, Row, Tail, best_bare, compare, percentile
+from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load
+from benchmarks.pair.options import add_pair_options, check_pair_options
+from benchmarks.pair.processes import Pair, Round, Rounds, open_pair, rounds_in_turn
+from benchmarks.rows import Measured, Row, Tail, best_bare, compare, percentile, print_rows
+from kvflow.cli.options import check_positive, counts
 
-__all__ = ["HandoverSettings", "measure_handovers"]
+__all__ = ["HandoverSettings", "add_arguments", "measure_handovers", "prepare"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--shape", default="llama3-8b", metavar="NAME", help="cache shape")
+    add_pair_options(parser, tokens="16,256")
+    in_flight = "numbers of requests in flight"
+    parser.add_argument("--in-flight", type=counts, default="1,16,64", metavar="N,...", help=in_flight)
+    parser.add_argument("--requests", type=int, default=256, metavar="N", help="requests in each round")
+    parser.add_argument("--keys", action="store_true", help="encrypt the control channel")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Return a function that runs the measurement.
+
+    Raises:
+        ConfigError: An option is invalid.
+    """
+    check_pair_options(arguments, arguments.shape)
+    check_positive(arguments, "requests")
+    settings = HandoverSettings(
+        backend=arguments.backend,
+        shape=arguments.shape,
+        tokens=arguments.tokens,
+        in_flight=arguments.in_flight,
+        rounds=arguments.rounds,
+        requests=arguments.requests,
+        pool_bytes=arguments.pool_megabytes * 2**20,
+        has_keys=arguments.keys,
+    )
+    return lambda: print_rows(lambda on_row: measure_handovers(settings, on_row), is_json=arguments.json)
 
 
 class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.cli.bench.bare.endpoint import BareEndpoint
-from kvflow.cli.bench.bare.natives import HOST, NativeMooncake
-from kvflow.cli.bench.loads import Tables
+from benchmarks.bare.endpoint import BareEndpoint
+from benchmarks.bare.natives import HOST, NativeMooncake
+from benchmarks.pair.loads import Tables
 from kvflow.cli.pools import PagePool
 from kvflow.errors import BackendError, RegistrationError
 

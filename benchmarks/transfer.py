@@ -1,5 +1,6 @@
 """Goodput of one transfer at a time, compared with the bare transport."""
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -7,11 +8,13 @@ from typing import Final
 
 import msgspec
 
-from kvflow.cli.bench.loads import MAX_TABLES, SHAPES, Load, Table
-from kvflow.cli.bench.pair import Rounds, open_pair, rounds_in_turn
-from kvflow.cli.bench.rows import Measured, Row, best_bare, compare
+from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load, Table
+from benchmarks.pair.options import add_pair_options, check_pair_options
+from benchmarks.pair.processes import Rounds, open_pair, rounds_in_turn
+from benchmarks.rows import Measured, Row, best_bare, compare, print_rows
+from kvflow.cli.options import names
 
-__all__ = ["TransferSettings", "measure_transfers"]
+__all__ = ["TransferSettings", "add_arguments", "measure_transfers", "prepare"]
 
 TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
@@ -19,6 +22,29 @@ ROUND_BYTES: Final = 2**30
 MIN_TRANSFERS: Final = 2
 MAX_TRANSFERS: Final = 32
 """Transfers of a round: enough to move `ROUND_BYTES`, within these bounds. The first one is slower than the others."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--shapes", type=names, default="llama3-8b,mla", metavar="NAME,...", help="cache shapes")
+    add_pair_options(parser, tokens="16,256,512,2048,8192,32768")
+
+
+def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
+    """Return a function that runs the measurement.
+
+    Raises:
+        ConfigError: An option is invalid.
+    """
+    check_pair_options(arguments, *arguments.shapes)
+    settings = TransferSettings(
+        backend=arguments.backend,
+        shapes=arguments.shapes,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+        pool_bytes=arguments.pool_megabytes * 2**20,
+    )
+    return lambda: print_rows(lambda on_row: measure_transfers(settings, on_row), is_json=arguments.json)
 
 
 class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,8 +3,8 @@
 import abc
 from typing import Any
 
-from kvflow.cli.bench.loads import Tables
-from kvflow.cli.bench.sides import SideOptions
+from benchmarks.pair.loads import Tables
+from benchmarks.sides import SideOptions
 from kvflow.cli.pools import PagePool
 
 __all__ = ["BareEndpoint", "open_endpoint"]
@@ -56,9 +56,9 @@ def open_endpoint(options: SideOptions, pool: PagePool) -> BareEndpoint:
         BackendUnavailable: The transport's library is missing or broken.
     """
     if options.backend == "mooncake":
-        from kvflow.cli.bench.bare.mooncake import BareMooncake  # noqa: PLC0415 - only what is used is loaded
+        from benchmarks.bare.mooncake import BareMooncake  # noqa: PLC0415 - only what is used is loaded
 
         return BareMooncake(pool)
-    from kvflow.cli.bench.bare.nixl import BareNixl  # noqa: PLC0415 - as above
+    from benchmarks.bare.nixl import BareNixl  # noqa: PLC0415 - as above
 
     return BareNixl(f"bare-{options.side}", pool)

@@ -1,4 +1,4 @@
-"""Two processes that alternately move the same pages through kvflow and through the bare transport below it."""
+"""The pair of processes, as the process that measures sees it."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -9,14 +9,14 @@ from typing import Final
 
 from msgspec import structs, to_builtins
 
-from kvflow.cli.bench.loads import SHAPES, WAYS, Load, PairOptions, Way
-from kvflow.cli.bench.rows import there_and_back
-from kvflow.cli.bench.sides import DECODE, PREFILL, WrongBytes, make_all_keys, open_sides
+from benchmarks.pair.loads import SHAPES, WAYS, Load, PairOptions, Way
+from benchmarks.rows import there_and_back
+from benchmarks.sides import DECODE, PREFILL, WrongBytes, make_all_keys, open_sides
 from kvflow.cli.processes import ChildProcess, Report
 
 __all__ = ["Pair", "Round", "Rounds", "open_pair", "rounds_in_turn"]
 
-MODULE: Final = "kvflow.cli.bench.worker"
+MODULE: Final = "benchmarks.pair.worker"
 
 ANSWER_S: Final = 300.0
 """Maximum duration of a round, or of filling gigabytes with a pattern on a busy machine."""

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeVar
 import anyio
 import msgspec
 
-from kvflow.cli.bench.loads import BARE_WAYS, Way
+from benchmarks.pair.loads import BARE_WAYS, Way
 
 __all__ = [
     "Measure",

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvflow.cli.bench.bare.endpoint import BareEndpoint
+from benchmarks.bare.endpoint import BareEndpoint
 from kvflow.errors import BackendError
 
 __all__ = ["Napper", "receive_announced", "receive_lanes", "send_announced", "send_lanes"]

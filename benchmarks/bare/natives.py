@@ -1,4 +1,4 @@
-"""Native agents, configured like kvflow's own. The only module of the command line that imports `kvflow.backends`."""
+"""Native agents, configured like kvflow's own. The only benchmark that imports `kvflow.backends`."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Final

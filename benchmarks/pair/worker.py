@@ -1,4 +1,4 @@
-"""One process of a pair: `python -m kvflow.cli.bench.worker OPTIONS`.
+"""One process of a pair: `python -m benchmarks.pair.worker OPTIONS`.
 
 It has a kvflow rank and a bare endpoint on the same pool, and plays each round through one of them while the other is
 idle. Times are nanoseconds of the machine's monotonic clock, which all of its processes share.
@@ -16,10 +16,10 @@ import anyio.to_thread
 import msgspec
 
 import kvflow
-from kvflow.cli.bench.bare.endpoint import BareEndpoint, open_endpoint
-from kvflow.cli.bench.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
-from kvflow.cli.bench.loads import SHAPES, Load, PairOptions, Tables, tables_of
-from kvflow.cli.bench.sides import PREFILL
+from benchmarks.bare.endpoint import BareEndpoint, open_endpoint
+from benchmarks.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
+from benchmarks.pair.loads import SHAPES, Load, PairOptions, Tables, tables_of
+from benchmarks.sides import PREFILL
 from kvflow.cli.pools import PagePool
 from kvflow.cli.processes import Line, next_order, run_child
 

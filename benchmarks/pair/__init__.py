@@ -1,0 +1,1 @@
+"""Two processes that move the same pages through kvflow and through the bare transport, in turn."""
