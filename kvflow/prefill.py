@@ -202,7 +202,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             staging = LocalStaging(self._staging, self.layout, backend.view, self.config, overhead_s)
         agents = PeerAgents()
         self._submit = Submit(self._context, backend, agents)
-        self._resources.callback(self._submit.close)
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )

@@ -21,6 +21,7 @@ import anyio
 import numpy as np
 
 from kvflow.aio.alarm import Alarm
+from kvflow.aio.pulse import Pulse
 from kvflow.aio.shield import run_shielded
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.yielding_queue import YieldingQueue
@@ -71,7 +72,7 @@ EVENTS_AT_ONCE: Final = 16
 """Maximum number of transport events handled before the event loop gets its turn."""
 
 STARVED_S: Final = 0.5
-"""How late the event loop may be before that is logged: less than a second is left until peers notice."""
+"""How long the event loop may be held up before that is logged: less than a second is left until peers notice."""
 
 INCARNATION_BYTES: Final = 8
 
@@ -149,6 +150,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._times = StageTimes()
         self._loop_lag = Duration()
+        self._pulse = Pulse(self._ports.now, lambda: self._num_unsettled > 0, self._note_hold)
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
         self._tasks = OwnedTasks(self._break)
@@ -160,6 +162,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             dispatch=self.dispatch,
             start_task=self._tasks.start,
             times=self._times,
+            pulse=self._pulse,
             log=self._log,
             anomalies=self._anomalies,
         )
@@ -198,6 +201,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag
             )
             self._resources.callback(self._alarm.close)
+            self._resources.callback(self._pulse.close)
             await self._tasks.open()
         except BaseException:
             self._resources.close()
@@ -408,9 +412,13 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     def _note_lag(self, lag_s: float) -> None:
         self._loop_lag.add(lag_s)
-        if lag_s > STARVED_S:
-            detail = "the engine held the GIL or the event loop, or this process was suspended"
-            self._anomalies.count("event_loop_starved", held_s=round(lag_s, 3), detail=detail)
+        if not self._pulse.is_running:
+            self._note_hold(lag_s, "at least, as no transfer was open: ")
+
+    def _note_hold(self, held_s: float, prefix: str = "") -> None:
+        if held_s > STARVED_S:
+            detail = f"{prefix}the engine held the GIL or the event loop, or this process was suspended"
+            self._anomalies.count("event_loop_starved", held_s=round(held_s, 3), detail=detail)
 
     def _count_anomaly(self, effect: ef.CountAnomaly) -> None:
         self._anomalies.count(effect.kind, effect.peer, room=effect.room, detail=effect.detail or None)
@@ -523,6 +531,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         before = self._transfers.get(key)
         self._transfers[key] = transfer
         self._num_unsettled += 1
+        self._pulse.start()
         try:
             self.request(event)
         except KvflowError as error:

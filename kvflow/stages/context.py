@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvflow.aio.pulse import Pulse
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, Stage, ThreadShortage
 from kvflow.observe.logs import BoundLogger
@@ -31,6 +32,7 @@ class StageContext(Generic[Event]):
         dispatch: Passes an event to the core. Never raises.
         start_task: Starts a task that ends with the rank at the latest.
         times: Records how long the stages take.
+        pulse: Measures how long the event loop is held up while transfers are open.
         log: Logger of the rank.
         anomalies: Counts and logs ignored messages.
     """
@@ -42,6 +44,7 @@ class StageContext(Generic[Event]):
     dispatch: Callable[[Event], None]
     start_task: Callable[..., None]
     times: StageTimes
+    pulse: Pulse
     log: BoundLogger
     anomalies: AnomalyLog
 

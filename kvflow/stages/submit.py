@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvflow.aio.pulse import Pulse
 from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.geometry.blocks import Blocks
@@ -24,7 +23,7 @@ class _Post(NamedTuple):
     delivery: DeliveryId
     seq: int
     began: float
-    held_s: float
+    late_s: float
 
 
 @dataclass(slots=True)
@@ -55,7 +54,6 @@ class Submit:
         self._in_band = backend.capabilities.in_band_notices
         self._posts: dict[int, _Post] = {}
         self._num_posts = 0
-        self._pulse = Pulse(context.now)
         self._has_lingered = False
         self.direct, self.packed = PathTotals(), PathTotals()
 
@@ -75,10 +73,6 @@ class Submit:
             return message
         return replace(message, ends=self._backend.ends_to(self._agents.of(peer)))
 
-    def close(self) -> None:
-        """Stop measuring posts that do not end. May be called twice."""
-        self._pulse.stop()
-
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece, and dispatch PostEnded when the post has ended.
 
@@ -93,8 +87,7 @@ class Submit:
         totals = self.direct if notice.staged is None else self.packed
         totals.num_posts += 1
         totals.num_bytes += notice.num_bytes
-        self._pulse.start()
-        self._posts[post_id] = _Post(delivery, seq, self._context.now(), self._pulse.held_s)
+        self._posts[post_id] = _Post(delivery, seq, self._context.now(), self._context.pulse.late_s)
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
@@ -111,10 +104,8 @@ class Submit:
                     self._context.anomalies.count("end_of_unknown_post", post_id=post_id, detail=error)
                     return
                 self._has_lingered |= lingers
-                delivery, seq, began, held_s = post
-                held_s = self._pulse.held_s - held_s  # by the engine, not by the transport
-                if not self._posts:
-                    self._pulse.stop()
+                delivery, seq, began, late_s = post
+                held_s = self._context.pulse.late_s - late_s  # by the engine, not by the transport
                 self._context.times.add(Stage.SUBMIT, max(0.0, self._context.now() - began - held_s))
                 failure = None
                 if error is not None:

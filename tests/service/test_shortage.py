@@ -1,15 +1,19 @@
 """A process that runs out of descriptors, or whose engine holds the event loop: it blames itself, and lives on."""
 
 import json
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import pytest
 
-from kvflow.aio.pulse import Pulse
+from kvflow.aio.pulse import PULSE_S, Pulse
+from kvflow.errors import Stage
+from tests.observe.lines import printed
 from tests.support.instances import deploy
 from tests.support.waiting import until
 
@@ -121,25 +125,69 @@ def test_a_rank_that_cannot_open_says_so() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_holds_the_event_loop_is_named() -> None:
-    async with deploy() as deployment:
-        request = deployment.request(1, 8)
-        await request.hand_over()
+@pytest.mark.parametrize("hold_s", [0.6, 2.0])
+async def test_an_engine_that_holds_the_event_loop_is_named_with_how_long(hold_s: float) -> None:
+    async with deploy() as deployment, deployment.prefill[0].send(1) as sender:
+        with printed() as lines:
 
-        def is_said() -> bool:
-            time.sleep(0.6)  # the engine
-            return any("event_loop_starved" in statistics.anomalies for statistics in deployment.statistics())
+            def said() -> list[dict[str, Any]]:
+                return [line for line in lines.named("event_loop_starved") if line["instance"] == "prefill"]
 
-        await until(is_said)
+            began = time.monotonic()
+            await anyio.sleep(random.uniform(1, 2) * PULSE_S)  # at least one beat has been seen since  # noqa: S311
+            held_since = time.monotonic()
+            time.sleep(hold_s)  # noqa: ASYNC251 - the engine
+            held_s = time.monotonic() - held_since
+            await until(said)
+            within_s = time.monotonic() - began
+            (line,) = said()
+        sender.abort()
+        assert 0.9 * held_s <= line["held_s"] <= within_s
+        assert line["level"] == "warning"
+        assert "at least" not in line["detail"]
 
 
 @pytest.mark.anyio
-async def test_time_that_the_engine_takes_is_not_the_transports() -> None:
+async def test_a_post_is_not_charged_with_the_time_that_the_engine_held_the_loop() -> None:
+    async with deploy() as deployment:
+        (faults,), (prefill,) = deployment.faults, deployment.prefill
+        request = deployment.request(1, 8)
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request.hand_over)
+            await until(lambda: prefill.statistics().posted)
+            began = time.monotonic()
+            time.sleep(1.0)  # noqa: ASYNC251 - the engine
+            held_s = time.monotonic() - began
+            faults.release()
+            await until(lambda: not prefill.statistics().posted)
+            within_s = time.monotonic() - began
+        assert prefill.statistics().times.stages[Stage.SUBMIT].max_s <= within_s - held_s + 2 * PULSE_S
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("hold_s", [0.6, 2.0, 5.0])
+@pytest.mark.parametrize("phase_s", [0.0, 0.01, 0.05, 0.09, 0.0999])
+async def test_a_hold_is_measured_wherever_it_begins(hold_s: float, phase_s: float) -> None:
     clock = [0.0]
-    pulse = Pulse(lambda: clock[0])
+    said: list[float] = []
+    pulse = Pulse(lambda: clock[0], lambda: False, said.append)
     pulse.start()
-    clock[0] = 2.0
-    assert 1.9 <= pulse.held_s < 2.0
-    pulse.stop()
-    clock[0] = 9.0
-    assert pulse.held_s < 2.0
+    clock[0] = phase_s + hold_s
+    assert pulse.late_s == pytest.approx(hold_s, abs=1.01 * PULSE_S)
+    await until(lambda: said)
+    assert said == [pytest.approx(hold_s, rel=0.1)]
+    assert not pulse.is_running
+    before = pulse.late_s
+    clock[0] = 90.0
+    assert pulse.late_s == before
+
+
+@pytest.mark.anyio
+async def test_the_pulse_of_a_rank_beats_only_while_a_transfer_is_open() -> None:
+    async with deploy() as deployment:
+        (prefill,), (decode,) = deployment.prefill, deployment.decode
+        request = deployment.request(1, 8)
+        assert not prefill._pulse.is_running
+        await request.hand_over()
+        await until(lambda: not (prefill._pulse.is_running or decode._pulse.is_running))

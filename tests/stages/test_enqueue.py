@@ -11,6 +11,7 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
+from kvflow.aio.pulse import Pulse
 from kvflow.config import PrefillConfig
 from kvflow.errors import FailureReason, PlanError, Stage, ThreadShortage
 from kvflow.observe.logs import get_logger
@@ -264,6 +265,7 @@ class Bench:
             dispatch=self.events.append,
             start_task=start_task,
             times=StageTimes(),
+            pulse=Pulse(lambda: 0.0, lambda: False, lambda _: None),
             log=log,
             anomalies=AnomalyLog(log, lambda: 0.0),
         )
