@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.logs import configure_logging
+    from kvflow.options import ReceiveOptions, SendOptions
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
     from kvflow.state.events import LayersReady
@@ -82,12 +83,14 @@ __all__ = [
     "RankBroken",
     "RankDraining",
     "RankStatistics",
+    "ReceiveOptions",
     "RegistrationError",
     "Registry",
     "RemoteProtocolError",
     "RoomReceiver",
     "RoomSender",
     "RouteError",
+    "SendOptions",
     "SharedBackend",
     "Shortage",
     "Stage",
@@ -113,6 +116,8 @@ __version__ = "0.2.0"
 
 _HOMES: Final = {
     "ProofKind": "kvflow.state.quarantine",
+    "ReceiveOptions": "kvflow.options",
+    "SendOptions": "kvflow.options",
     "BackendError": "kvflow.errors",
     "BackendUnavailable": "kvflow.errors",
     "CapacityExceeded": "kvflow.errors",

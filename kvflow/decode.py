@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, assert_never
 
 import msgspec
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
@@ -36,6 +36,7 @@ from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, buil
 from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import default_host
 from kvflow.observe.trace import TransferLine
+from kvflow.options import ReceiveOptions
 from kvflow.ports import Ports
 from kvflow.rank import Rank
 from kvflow.room import RoomId
@@ -97,6 +98,14 @@ class Wanted(NamedTuple):
     digest: bool | None
 
 
+class _Request(NamedTuple):
+    """A room that the engine asks for: the event that opens it, and the options that are not part of the event."""
+
+    opened: ev.ReceiveOpened
+    timeout_s: float | None
+    label: str | None
+
+
 class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     """Receives the KV cache of rooms from prefill instances. Use it as an async context manager.
 
@@ -140,19 +149,15 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
-    def receive(  # noqa: PLR0913 - engine options, by keyword
+    def receive(
         self,
         room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
         pages: Mapping[str, Pages],
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
         digest: bool | None = None,
-        priority: int = 0,
-        label: str | None = None,
-        capability: str | None = None,
+        **options: Unpack[ReceiveOptions],
     ) -> "RoomReceiver":
         """Start receiving a room; use the result as an async context manager.
 
@@ -169,16 +174,9 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             pages: For each component of the layout, the pool pages to write `tokens` to: one for each page-sized block
                 that the range touches. Use a `TokenPages` to ask for a different token range (a window); for a
                 component of kind "slot", pass its one slot; pass None for a component that is not wanted.
-            num_ranks: Number of decode ranks that receive this room; by default all ranks of this instance.
-            timeout_s: How long the whole transfer may take; by default `Timeouts.transfer_s`.
             digest: Compare digests of the sent and the received data before the transfer counts as complete; a
                 difference fails it with the reason `corrupt`. By default, as configured (`digest_every`).
-            priority: Priority class on every prefill rank, 0 (first) to 7 (last). Among the chunks waiting for this
-                rank, lower numbers go first; every `Timeouts.ageing_s` (of the prefill rank) that a chunk waits raises
-                it by one class.
-            label: The engine's own ID for the request, for log lines; not sent to the other side.
-            capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default,
-                the one in the ticket.
+            options: See `kvflow.ReceiveOptions`.
 
         Raises:
             PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
@@ -193,24 +191,16 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankDraining: On entry: the rank is draining.
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
-        opened = self._request(room, prefill, num_ranks, priority, capability)
+        asked = self._request(room, prefill, **options)
         try:
-            wanted = self.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+            wanted = self.wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
         except KvflowError as error:
-            self._decline_soon(_declined(opened, self.failure(reason_of(error), str(error))))
+            self._decline_soon(_declined(asked.opened, self.failure(reason_of(error), str(error))))
             raise
-        return RoomReceiver(self, opened, wanted, label)
+        return RoomReceiver(self, asked.opened, wanted, asked.label)
 
-    def announce(  # noqa: PLR0913 - as above
-        self,
-        room: RoomId | None = None,
-        *,
-        prefill: Prefill,
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        label: str | None = None,
-        capability: str | None = None,
+    def announce(
+        self, room: RoomId | None = None, *, prefill: Prefill, **options: Unpack[ReceiveOptions]
     ) -> "RoomReceiver":
         """Tell prefill that a room will be received, before pages are allocated. Use the result as with `receive`.
 
@@ -221,11 +211,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         Args:
             room: As in `receive`.
             prefill: As in `receive`.
-            num_ranks: As in `receive`.
-            timeout_s: How long it may stay without pages; by default `Timeouts.announced_s`.
-            priority: As in `receive`.
-            label: As in `receive`.
-            capability: As in `receive`.
+            options: See `kvflow.ReceiveOptions`.
 
         Raises:
             ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is invalid, or `prefill` needs a registry.
@@ -236,9 +222,10 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankDraining: On entry: the rank is draining.
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
-        opened = self._request(room, prefill, num_ranks, priority, capability)
-        timeout_s = self._timeout(timeout_s, self.config.timeouts.announced_s)
-        return RoomReceiver(self, msgspec.structs.replace(opened, timeout_s=timeout_s, is_announced=True), None, label)
+        asked = self._request(room, prefill, **options)
+        timeout_s = self._timeout(asked.timeout_s, self.config.timeouts.announced_s)
+        opened = msgspec.structs.replace(asked.opened, timeout_s=timeout_s, is_announced=True)
+        return RoomReceiver(self, opened, None, asked.label)
 
     def decline(
         self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None
@@ -279,16 +266,24 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if isinstance(event, ev.ReceiveOpened):
             self._decline_soon(_declined(event, failure))
 
-    def _request(
-        self, room: RoomId | None, prefill: Prefill, num_ranks: int | None, priority: int, capability: str | None
-    ) -> ev.ReceiveOpened:
-        """Check the arguments that do not depend on pages, and return the event that opens the transfer.
+    def _request(  # noqa: PLR0913 - one parameter an option
+        self,
+        room: RoomId | None,
+        prefill: Prefill,
+        *,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        label: str | None = None,
+        capability: str | None = None,
+    ) -> _Request:
+        """Check the arguments that do not depend on pages.
 
         Raises:
             ConfigError, LocalProtocolError, TicketError: As in `receive`.
         """
         room, instance, issuer, signed = self._meaning(room, prefill)
-        return ev.ReceiveOpened(
+        opened = ev.ReceiveOpened(
             room=room,
             generation=0,
             instance=instance,
@@ -301,6 +296,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             issuer=issuer,
             capability=signed if capability is None else _check_capability(capability),
         )
+        return _Request(opened, timeout_s, label)
 
     def _meaning(
         self, room: RoomId | None, prefill: Prefill, *, is_declined: bool = False

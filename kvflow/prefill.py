@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Final, Self, assert_never
 
 import anyio.lowlevel
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
@@ -21,6 +21,7 @@ from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import host_of
 from kvflow.observe.trace import TransferLine
+from kvflow.options import SendOptions
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
 from kvflow.rank import Rank
@@ -107,7 +108,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             raise self.not_open()
         return self._endpoint
 
-    def send(self, room: RoomId, *, label: str | None = None, defer_lease: bool = False) -> "RoomSender":
+    def send(self, room: RoomId, **options: Unpack[SendOptions]) -> "RoomSender":
         """Start sending a room; use the result as an async context manager.
 
         You can open it before any decode rank has asked for the room and before anything is computed. Once the block
@@ -115,9 +116,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
         Args:
             room: The router's ID for the request, the same on both sides.
-            label: The engine's own ID for the request, for log lines; not sent to the other side.
-            defer_lease: `Timeouts.grant_s` starts with `start_lease`, not with the last chunk. For engines that answer
-                the router later than they compute: no decode rank can ask before it has the ticket.
+            options: See `kvflow.SendOptions`.
 
         Raises:
             LocalProtocolError: The room or label is invalid. On entry: the room is in use, or the rank is not open. On
@@ -127,7 +126,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             RankDraining: On entry: the rank is about to close.
             TransferFailed: On exit: the transfer failed, and the error was not raised inside the block.
         """
-        return RoomSender(self, room, label, defer_lease=defer_lease)
+        return RoomSender(self, room, **options)
 
     def ticket(self, room: RoomId) -> dict[str, object]:
         """Return a ticket: what a decode rank needs to receive a room from this instance. Routers pass it on as is.

@@ -9,6 +9,8 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from typing_extensions import Unpack
+
 from kvflow import decode, prefill
 from kvflow.aio.change_queue import ChangeQueue
 from kvflow.aio.loop_thread import LoopThread
@@ -26,6 +28,7 @@ from kvflow.errors import (
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
+from kvflow.options import ReceiveOptions, SendOptions
 from kvflow.ports import Ports
 from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
@@ -360,7 +363,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         """
         return self._opened.endpoint
 
-    def send(self, room: RoomId, *, label: str | None = None, defer_lease: bool = False) -> BlockingSender:
+    def send(self, room: RoomId, **options: Unpack[SendOptions]) -> BlockingSender:
         """Start sending a room; see `kvflow.PrefillRank.send`.
 
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED. The queue of
@@ -370,7 +373,7 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
             LocalProtocolError: The room or the label is invalid, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._opened.send(room, label=label, defer_lease=defer_lease))
+        return BlockingSender(self, self._opened.send(room, **options))
 
     def ticket(self, room: RoomId) -> dict[str, object]:
         """Return a ticket for a room; see `kvflow.PrefillRank.ticket`.
@@ -408,19 +411,15 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
     ) -> None:
         super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop, affinity)
 
-    def receive(  # noqa: PLR0913 - engine options, by keyword
+    def receive(
         self,
         room: RoomId | None = None,
         *,
         prefill: Prefill,
         tokens: TokenRange,
         pages: Mapping[str, Pages],
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
         digest: bool | None = None,
-        priority: int = 0,
-        label: str | None = None,
-        capability: str | None = None,
+        **options: Unpack[ReceiveOptions],
     ) -> BlockingReceiver:
         """Start receiving a room; see `kvflow.DecodeRank.receive`.
 
@@ -434,30 +433,11 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             LocalProtocolError: `room`, `prefill` or `label` is invalid, or the rank is not open.
         """
         self._check_open()
-        receiver = self._opened.receive(
-            room,
-            prefill=prefill,
-            tokens=tokens,
-            pages=pages,
-            num_ranks=num_ranks,
-            timeout_s=timeout_s,
-            digest=digest,
-            priority=priority,
-            label=label,
-            capability=capability,
-        )
+        receiver = self._opened.receive(room, prefill=prefill, tokens=tokens, pages=pages, digest=digest, **options)
         return BlockingReceiver(self, receiver)
 
-    def announce(  # noqa: PLR0913 - as above
-        self,
-        room: RoomId | None = None,
-        *,
-        prefill: Prefill,
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        label: str | None = None,
-        capability: str | None = None,
+    def announce(
+        self, room: RoomId | None = None, *, prefill: Prefill, **options: Unpack[ReceiveOptions]
     ) -> BlockingReceiver:
         """Tell prefill that a room will be received, before pages are allocated; see `kvflow.DecodeRank.announce`.
 
@@ -468,16 +448,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
             ConfigError, TicketError, LocalProtocolError: As in `receive`.
         """
         self._check_open()
-        receiver = self._opened.announce(
-            room,
-            prefill=prefill,
-            num_ranks=num_ranks,
-            timeout_s=timeout_s,
-            priority=priority,
-            label=label,
-            capability=capability,
-        )
-        return BlockingReceiver(self, receiver)
+        return BlockingReceiver(self, self._opened.announce(room, prefill=prefill, **options))
 
     def decline(
         self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None

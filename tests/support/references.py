@@ -41,6 +41,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
         "kvflow.DecodeRank": ("receive", "announce", "statistics"),
         "kvflow.rank.Rank": RANK,
+        "kvflow.SendOptions": (),
+        "kvflow.ReceiveOptions": (),
         "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
         "kvflow.MissingProof": ("detail",),
@@ -343,6 +345,8 @@ def _arguments(node: ast.arguments) -> list[str]:
     elif node.kwonlyargs:
         parts.append("*")
     parts += [_argument(arg, default) for arg, default in zip(node.kwonlyargs, node.kw_defaults, strict=True)]
+    if node.kwarg is not None:
+        parts.append(f"**{_argument(node.kwarg, None)}")
     return [part for part in parts if part != "self"]
 
 

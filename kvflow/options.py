@@ -1,0 +1,40 @@
+"""Options of the calls that move a room, declared once for async, blocking and adapters."""
+
+from typing import TypedDict
+
+__all__ = ["ReceiveOptions", "SendOptions"]
+
+
+class SendOptions(TypedDict, total=False):
+    """Options of `PrefillRank.send`.
+
+    Attributes:
+        label: The engine's own ID for the request, for log lines; not sent to the other side.
+        defer_lease: `Timeouts.grant_s` starts with `start_lease`, not with the last chunk. For engines that answer the
+            router later than they compute: no decode rank can ask before it has the ticket.
+    """
+
+    label: str | None
+    defer_lease: bool
+
+
+class ReceiveOptions(TypedDict, total=False):
+    """Options of `DecodeRank.receive` and `DecodeRank.announce`.
+
+    Attributes:
+        num_ranks: Number of decode ranks that receive this room; by default all ranks of this instance.
+        timeout_s: How long the whole transfer may take, by default `Timeouts.transfer_s`; of `announce`, how long it
+            may stay without pages, by default `Timeouts.announced_s`.
+        priority: Priority class on every prefill rank, 0 (first) to 7 (last); 0 by default. Among the chunks waiting
+            for this rank, lower numbers go first; every `Timeouts.ageing_s` (of the prefill rank) that a chunk waits
+            raises it by one class.
+        label: The engine's own ID for the request, for log lines; not sent to the other side.
+        capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default, the
+            one in the ticket.
+    """
+
+    num_ranks: int | None
+    timeout_s: float | None
+    priority: int
+    label: str | None
+    capability: str | None
