@@ -33,7 +33,7 @@ from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocol
 from kvflow.gate import host_denial, ticket_denial
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
-from kvflow.geometry.ranges import TokenRange
+from kvflow.geometry.ranges import TokenRange, check_range
 from kvflow.hosts import default_host
 from kvflow.observe.trace import TransferLine
 from kvflow.options import ReceiveOptions
@@ -308,7 +308,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         Raises:
             LocalProtocolError, ConfigError, TicketError: As in `receive`.
         """
-        if isinstance(prefill, Mapping):
+        if not isinstance(prefill, str) and isinstance(prefill, Mapping):
             ticket = Ticket.parse(prefill)
             ticket.check_room(None if room is None else check_room(room))
             self._admit(ticket)
@@ -399,7 +399,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     ) -> tuple[dict[str, TokenPages], dict[str, PageTable]]:
         if digest:
             check_digestible(self.layout)
-        parts = normalize(pages, self.layout, tokens)
+        parts = normalize(pages, self.layout, check_range(tokens))
         if not pages.keys() >= self.layout.by_name.keys():
             unsaid = [name for name in self.layout.by_name if name not in pages]
             raise PlanError(

@@ -162,6 +162,9 @@ class GrantGate:
         has_place: Returns whether pages of a decode rank could be kept until their room is open, given their size in
             bytes.
         is_open: Returns whether the engine has opened a room.
+
+    Attributes:
+        incoming: The grants that wait for their pages; read-only.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class GrantGate:
         self._is_open = is_open
         self._bytes = FairShares(limits.pending_grant_bytes)
         self._grants = FairShares(limits.pending_grants)
-        self._incoming: OrderedDict[GrantId, _Incoming] = OrderedDict()
+        self.incoming: OrderedDict[GrantId, _Incoming] = OrderedDict()
         self._by_key: defaultdict[PeerId | RoomId, dict[GrantId, None]] = defaultdict(dict)
         self._lines: OrderedDict[_LineKey, OrderedDict[GrantId, None]] = OrderedDict()
         self._silent: set[PeerId] = set()
@@ -184,7 +187,7 @@ class GrantGate:
         self._of_peer: Counter[PeerId] = Counter()
 
     def __len__(self) -> int:
-        return len(self._incoming)
+        return len(self.incoming)
 
     @property
     def has_lines(self) -> bool:
@@ -207,7 +210,7 @@ class GrantGate:
         Raises:
             RemoteProtocolError: It has more pages than permitted, or does not say how many there are for each range.
         """
-        incoming = self._incoming.get(grant_id)
+        incoming = self.incoming.get(grant_id)
         if incoming is not None:
             incoming.connection = connection
             self._expire(now)
@@ -221,7 +224,7 @@ class GrantGate:
             return False
         self._grants.add(taker, 1)
         incoming = _Incoming(connection, taker, grant, now, is_open=self._is_open(grant_id.room))
-        self._incoming[grant_id] = incoming
+        self.incoming[grant_id] = incoming
         for key in (grant_id.peer, grant_id.room):
             self._by_key[key][grant_id] = None
         self._queue(grant_id, incoming)
@@ -233,7 +236,7 @@ class GrantGate:
         Raises:
             RemoteProtocolError: The part was not asked for, or has the wrong size.
         """
-        incoming = self._incoming.get(grant_id)
+        incoming = self.incoming.get(grant_id)
         if incoming is None:
             raise _not_asked_for(part)
         incoming.store(part)
@@ -246,7 +249,7 @@ class GrantGate:
 
     def drop(self, grant_id: GrantId) -> bool:
         """Forget a grant, for example because it was cancelled; return whether it was known."""
-        incoming = self._incoming.pop(grant_id, None)
+        incoming = self.incoming.pop(grant_id, None)
         if incoming is None:
             return False
         for key in (grant_id.peer, grant_id.room):
@@ -270,7 +273,7 @@ class GrantGate:
     def open(self, room: RoomId) -> None:
         """Note that the engine has opened a room."""
         for grant_id in self._by_key.get(room, ()):
-            incoming = self._incoming[grant_id]
+            incoming = self.incoming[grant_id]
             self._leave_line(grant_id, incoming)
             incoming.is_open = True
             self._queue(grant_id, incoming)
@@ -292,7 +295,7 @@ class GrantGate:
             self._lines.move_to_end(key)
             peer = key.peer
             grant_id = next(iter(line))
-            incoming = self._incoming[grant_id]
+            incoming = self.incoming[grant_id]
             if incoming.is_over(now) or peer_at(incoming.connection) != peer:
                 self.drop(grant_id)
                 continue
@@ -319,9 +322,9 @@ class GrantGate:
 
     def _look_at_oldest(self, now: float) -> None:
         """Drop a grant whose time is up. Each call looks at the next one, so all get their turn."""
-        if self._incoming:
-            grant_id, incoming = next(iter(self._incoming.items()))
-            self._incoming.move_to_end(grant_id)
+        if self.incoming:
+            grant_id, incoming = next(iter(self.incoming.items()))
+            self.incoming.move_to_end(grant_id)
             if incoming.is_over(now):
                 self.drop(grant_id)
 

@@ -353,7 +353,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _handle(self, event: ev.PrefillEvent) -> Sequence[ef.PrefillEffect]:
         effects = super()._handle(event)
-        self._grants.follow(event)
+        if self._grants.waiting:
+            self._grants.follow(event)
         return effects
 
     def _take_for_directory(self, connection: bytes, message: DirectoryMessage, num_bytes: int) -> None:

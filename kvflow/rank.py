@@ -382,6 +382,9 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             RankBroken: The rank is broken.
         """
         self.check_open()
+        self._submit_request(event)
+
+    def _submit_request(self, event: AnyEvent | SharedEvent) -> None:
         if self._is_dispatching:
             raise LocalProtocolError("rank cannot be used from within its own callbacks")
         try:
@@ -533,7 +536,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._num_unsettled += 1
         self._pulse.start()
         try:
-            self.request(event)
+            self._submit_request(event)
         except KvflowError as error:
             transfer.mark_refused()
             if self._error is None:

@@ -39,7 +39,7 @@ class Pulse:
     @property
     def late_s(self) -> float:
         """Sum of the time for which the loop was late, until now. Only differences while it runs have a meaning."""
-        return self._before_s + self._overdue_s()
+        return self._before_s if self._timer is None else self._before_s + max(0.0, self._now() - self._due_at)
 
     def start(self) -> None:
         """Start to measure, until a beat at which it is not needed. Does nothing if it is running."""
@@ -52,15 +52,12 @@ class Pulse:
             self._timer.cancel()
             self._timer = None
 
-    def _overdue_s(self) -> float:
-        return 0.0 if self._timer is None else max(0.0, self._now() - self._due_at)
-
     def _set(self) -> None:
         self._due_at = self._now() + PULSE_S
         self._timer = asyncio.get_running_loop().call_later(PULSE_S, self._beat)
 
     def _beat(self) -> None:
-        late_s = self._overdue_s()
+        late_s = max(0.0, self._now() - self._due_at)
         self._before_s += late_s
         self._timer = None
         if self._is_needed():

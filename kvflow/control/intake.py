@@ -160,7 +160,7 @@ class Intake:
                 self._is_in_rest = frames[-1].more
                 self.cut_sender("it sent a multipart message")
                 break
-        self._count(sum(self._tcp.bytes_on_wire(len(part)) for part in frames[self._num_ids :]))
+        self._count(frames[self._num_ids :])
         return frames
 
     def _live(self, fd: int, name: bytes) -> int:
@@ -170,8 +170,11 @@ class Intake:
             owner = self._owners[fd] = name
         return fd if owner == name else -1
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, parts: list[zmq.Frame]) -> None:
         """Count the bytes of a message that was read."""
+        num_bytes = 0
+        for part in parts:
+            num_bytes += self._tcp.bytes_on_wire(len(part))
         self.num_bytes += num_bytes
         if self.fd in self._taken:
             self._unheard.discard(self.fd)

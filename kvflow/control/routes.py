@@ -7,7 +7,6 @@ is sent as metadata of the ZMTP handshake. It is not a routing id, because a pee
 
 import re
 import secrets
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 import zmq
@@ -36,11 +35,11 @@ def introduce(zmq_socket: ZmqSocket, name: bytes) -> None:
 
 def name_in(frame: zmq.Frame) -> bytes:
     """Return the name of the connection that a frame arrived on; empty if it has none."""
-    with suppress(zmq.ZMQError, UnicodeDecodeError):  # no such property, or not valid text
+    try:
         name = str(frame.get(PROPERTY))
-        if NAME.fullmatch(name):
-            return name.encode()
-    return b""
+    except (zmq.ZMQError, UnicodeDecodeError):  # no such property, or not valid text
+        return b""
+    return name.encode() if NAME.fullmatch(name) else b""
 
 
 class Route(NamedTuple):

@@ -164,11 +164,11 @@ class BoundRoute(NamedTuple):
         step = 0
         if expected is not None and not expected.is_whole:
             step = math.gcd(*(shard.interleave for shard in (expected.src, expected.dst) if shard.size > 1))
-        return sum(
-            group.max_descriptors(num_tokens, step, layers)
-            for group in self.copy_groups
-            if group.component == component
-        )
+        total = 0
+        for group in self.copy_groups:
+            if group.component == component:
+                total += group.max_descriptors(num_tokens, step, layers)
+        return total
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:

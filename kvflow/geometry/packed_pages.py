@@ -24,6 +24,9 @@ RUNS: Final = 1
 
 DELTAS: Final = 0x10
 WIDEST: Final = 4
+WIDE: Final = bytes((PLAIN, WIDEST))
+"""What a table begins with whose pages follow as they are."""
+
 PAGE: Final = np.dtype("<u4")
 
 SHORT: Final = 64
@@ -42,7 +45,7 @@ def pack_pages(pages: bytes) -> bytes:
     if not num_pages:
         return b""
     if num_pages <= SHORT:
-        return bytes((PLAIN, WIDEST)) + pages
+        return WIDE + pages
     values = np.frombuffer(pages, PAGE).astype(np.int64)
     plain = bytes((PLAIN,)) + _pack_column(values)
     firsts = np.flatnonzero(np.diff(values, prepend=-2) != 1)
@@ -69,9 +72,7 @@ def unpack_pages(data: bytes, max_pages: int) -> bytes:
     """
     if not data:
         return b""
-    if data[0] == PLAIN and data[1:2] == bytes((WIDEST,)):
-        _check(len(data) % WIDEST == 2 and len(data) > 2, data)
-        _check_number((len(data) - 2) // WIDEST, max_pages)
+    if data[:2] == WIDE and len(data) % WIDEST == 2 and 2 < len(data) <= 2 + WIDEST * max_pages:
         return data[2:]
     if data[0] == PLAIN:
         values, end = _unpack_column(data, 1, None, max_pages)

@@ -32,7 +32,7 @@ __all__ = [
     "read_page_tables",
 ]
 
-FEW: Final = 32
+FEW: Final = 64
 """Pages of a table that is checked without numpy."""
 
 WIRE_PAGES: Final = np.dtype("<u4")
@@ -152,7 +152,10 @@ def build_page_table(component: Component, given: TokenPages, *, distinct: bool 
     Raises:
         PlanError: The indices have a wrong type, shape, count or value, or are for a part of a slot.
     """
-    check_range(given.tokens)
+    return _build_table(component, TokenPages(check_range(given.tokens), given.pages), distinct=distinct)
+
+
+def _build_table(component: Component, given: TokenPages, *, distinct: bool) -> PageTable:
     size = component.tokens_per_slot
     if component.kind == "slot" and given.tokens not in ((0, size), (0, 0)):
         raise PlanError(
@@ -171,7 +174,7 @@ def build_page_table(component: Component, given: TokenPages, *, distinct: bool 
             needed=needed,
         )
     _check_inside(component, array)
-    if distinct:
+    if distinct and needed > 1:
         _check_distinct(component, array)
     table = array.astype(np.uint32)
     table.flags.writeable = False
@@ -215,8 +218,6 @@ def _check_inside(component: Component, array: NDArray[Any]) -> None:
 
 
 def _check_distinct(component: Component, array: NDArray[Any]) -> None:
-    if array.size < 2:
-        return
     if array.size * DENSE > component.slots:  # faster than sorting
         seen = np.zeros(component.slots, np.bool_)
         seen[array] = True
@@ -240,6 +241,8 @@ def build_page_tables(
 ) -> dict[str, PageTable]:
     """Check the page indices of several components of a layout, see `build_page_table`.
 
+    The token ranges must have been checked.
+
     Raises:
         PlanError: The layout has no such component, or the indices do not fit.
     """
@@ -247,19 +250,19 @@ def build_page_tables(
     if not given.keys() <= known.keys():
         unknown = sorted(given.keys() - known.keys())
         raise PlanError("layout has no such component", given=unknown, known=sorted(known))
-    return {name: build_page_table(known[name], pages, distinct=distinct) for name, pages in given.items()}
+    return {name: _build_table(known[name], pages, distinct=distinct) for name, pages in given.items()}
 
 
 def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) -> dict[str, TokenPages]:
     """Turn what an engine passes into `TokenPages`: bare indices are for `tokens`, or for the whole slot.
 
-    Components that are None are left out. Unknown components are kept; `build_page_tables` refuses them.
+    Components that are None are left out. Unknown components are kept; `build_page_tables` refuses them. `tokens` must
+    have been checked.
 
     Raises:
-        PlanError: A token range is invalid, or the pages are not a mapping.
+        PlanError: Another token range is invalid, or the pages are not a mapping.
     """
-    tokens = check_range(tokens)
-    if not isinstance(pages, Mapping):
+    if not isinstance(pages, (dict, Mapping)):  # checking for the abstract class takes long
         raise PlanError("pages must be a mapping from component names to page lists", type=type(pages).__name__)
     normalized = {}
     for name, given in pages.items():
@@ -342,5 +345,8 @@ def read_page_tables(
         raise PlanError("page table of a grant is truncated", components=cut_off)
     if pages.keys() != ranges.keys():
         raise PlanError("grant must have a page table for each token range", wanted=sorted(ranges), pages=sorted(pages))
-    parts = {name: TokenPages(tokens, np.frombuffer(pages[name], WIRE_PAGES)) for name, tokens in ranges.items()}
-    return build_page_tables(parts, layout, distinct=sum(len(part.pages) for part in parts.values()) <= TRUSTED_PAGES)
+    parts = {
+        name: TokenPages(check_range(tokens), np.frombuffer(pages[name], WIRE_PAGES)) for name, tokens in ranges.items()
+    }
+    num_bytes = sum(map(len, pages.values()))
+    return build_page_tables(parts, layout, distinct=num_bytes <= TRUSTED_PAGES * WIRE_PAGES.itemsize)

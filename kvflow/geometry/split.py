@@ -57,20 +57,16 @@ class SplitPolicy(NamedTuple):
     direct: "SplitPolicy | None" = None
     direct_run_bytes: float = 0.0
 
-    def choose(
-        self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange], num_runs: Callable[[], float]
-    ) -> "SplitPolicy":
+    def choose(self, num_bytes: int, num_runs: Callable[[], float]) -> "SplitPolicy":
         """Choose between this policy and `direct`, by how contiguous the pages of a chunk are.
 
         Args:
-            ranges: Tokens of the chunk, by component.
-            wanted: All tokens of the transfer, for the same components.
+            num_bytes: Bytes that the chunk takes.
             num_runs: Counts the runs of pages that are consecutive on both sides; infinite if unknown. Called only if
                 the answer depends on it.
         """
         if self.direct is None:
             return self
-        num_bytes = expected_bytes(self.expected, ranges, wanted)
         is_small = num_bytes <= self.piece_bytes  # not split by either policy
         return self if is_small or num_bytes < num_runs() * self.direct_run_bytes else self.direct
 
@@ -122,8 +118,6 @@ class SplitPolicy(NamedTuple):
             The token ranges of each piece, by component. Together they cover the chunk; each component's ranges are in
             order.
         """
-        if expected_bytes(self.expected, ranges, wanted) <= self.piece_bytes:
-            return [dict(ranges)]
         pieces: list[dict[str, TokenRange]] = [{}]
         capacity = self.piece_bytes
         for name, (start, stop) in ranges.items():

@@ -1,7 +1,7 @@
 """Collects grants whose pages do not come with them, see `kvflow.gate`."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvflow.config import Limits
 from kvflow.gate import GrantGate, GrantId
@@ -41,6 +41,9 @@ class GrantCollector:
         core: Core of this rank.
         limits: Limits of this rank.
         send: Sends a message over a connection.
+
+    Attributes:
+        waiting: The grants that wait for their pages; without any, there is nothing to `follow`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class GrantCollector:
         self._send = send
         self._gate = GrantGate(limits, core.max_pages, core.has_place, core.is_open)
         self._is_asking_soon = False
+        self.waiting: Collection[GrantId] = self._gate.incoming
 
     def take(self, connection: bytes, message: RankMessage) -> bool:
         """Take a message if it belongs to a grant that is not complete, and so is not for the core.

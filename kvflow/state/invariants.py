@@ -9,7 +9,7 @@ from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.decode.room import Room as DecodeRoom
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.prefill.delivery import standing_of
+from kvflow.state.prefill.delivery import STANDING
 from kvflow.state.prefill.room import Room as PrefillRoom
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.tables import Memory, Outcome, RankState, RequestState, TransferState
@@ -70,7 +70,7 @@ def _check_prefill(core: PrefillCore) -> None:
         _require(number not in rooms.waiting, "grants wait for an open room", room=number)
         _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
         _check_announced(core, room)
-        standings = [standing_of(delivery.state) for delivery in room.deliveries.values()]
+        standings = [STANDING[delivery.state.outcome, delivery.state.memory] for delivery in room.deliveries.values()]
         totals = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
         counted = (room.num_delivered, room.num_safe, room.num_quarantined)
         _require(counted == totals, "deliveries of a room are counted wrongly", room=number)

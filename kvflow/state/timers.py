@@ -32,11 +32,10 @@ class Timers(Generic[Key]):
     def set(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, instead of whenever it was due before."""
         self._count += 1
-        is_replaced = key in self._due
         entry = self._due[key] = (when, self._count, key)
         heapq.heappush(self._heap, entry)
-        if is_replaced:
-            self._prune()
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._drop_stale()
 
     def set_once(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, unless it is due already."""
@@ -47,13 +46,18 @@ class Timers(Generic[Key]):
         """Clear the timer of `key`; return whether it was set."""
         if self._due.pop(key, None) is None:
             return False
-        self._prune()
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._drop_stale()
         return True
 
     def next(self) -> float | None:
         """Return when the earliest timer is due; None if no timer is set."""
-        entry = self._first()
-        return None if entry is None else entry[0]
+        while self._heap:
+            entry = self._heap[0]
+            if self._due.get(entry[2]) is entry:
+                return entry[0]
+            heapq.heappop(self._heap)  # replaced or cleared
+        return None
 
     def due(self) -> list[tuple[float, Key]]:
         """Return all timers, earliest first."""
@@ -61,12 +65,12 @@ class Timers(Generic[Key]):
 
     def pop_due(self, now: float) -> Key | None:
         """Remove and return the earliest key that is due at `now`; None if none is."""
-        entry = self._first()
-        if entry is None or entry[0] > now:
+        due = self.next()
+        if due is None or due > now:
             return None
-        heapq.heappop(self._heap)
-        del self._due[entry[2]]
-        return entry[2]
+        *_, key = heapq.heappop(self._heap)
+        del self._due[key]
+        return key
 
     def expire(self, now: float) -> Iterator[tuple[Key, float]]:
         """Take due timers one after another, including those set meanwhile, but only `EXPIRED_AT_ONCE`.
@@ -83,17 +87,6 @@ class Timers(Generic[Key]):
                 break
             yield key, now - due
 
-    def _first(self) -> tuple[float, int, Key] | None:
-        """Return the earliest live entry, after dropping stale ones before it."""
-        while self._heap:
-            entry = self._heap[0]
-            if self._due.get(entry[2]) is entry:
-                return entry
-            heapq.heappop(self._heap)
-        return None
-
-    def _prune(self) -> None:
-        """Bound the number of stale entries; called after each new one."""
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._heap = list(self._due.values())
-            heapq.heapify(self._heap)
+    def _drop_stale(self) -> None:
+        self._heap = list(self._due.values())
+        heapq.heapify(self._heap)

@@ -157,10 +157,8 @@ class Reader(Generic[Read]):
 
 def encode(message: Message) -> bytes:
     """Return the bytes of a message: a four-byte header and MessagePack."""
-    if isinstance(message, Grant):
-        message = replace(message, pages={name: pack_pages(pages) for name, pages in message.pages.items()})
-    elif isinstance(message, GrantedPages):
-        message = replace(message, pages=pack_pages(message.pages))
+    if type(message) in WITH_PAGES:
+        message = _pack(message)
     return HEADER + _encoder.encode(message)
 
 
@@ -180,6 +178,13 @@ def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
         RemoteProtocolError: As in `Reader`.
     """
     return _everything.take(frames)
+
+
+def _pack(message: Any) -> Any:
+    """Pack the page tables of a message."""
+    if isinstance(message, Grant):
+        return replace(message, pages={name: pack_pages(pages) for name, pages in message.pages.items()})
+    return replace(message, pages=pack_pages(message.pages))
 
 
 def _unpack(message: Any) -> Any:

@@ -54,13 +54,12 @@ def test_a_chunk_in_long_runs_is_cut_as_if_nothing_were_packed(num_runs: float, 
     """The chunk has 200 bytes, and runs of 100 bytes count as long."""
     direct = split_policy(100)
     packed = split_policy(40)._replace(is_packed=True, direct=direct, direct_run_bytes=100)
-    tokens = {"kv": (0, 20)}
-    assert packed.choose(tokens, tokens, lambda: num_runs) is (direct if is_direct else packed)
+    assert packed.choose(200, lambda: num_runs) is (direct if is_direct else packed)
 
 
 def test_runs_are_not_counted_where_there_is_no_choice() -> None:
-    rule, tokens = split_policy(100), {"kv": (0, 20)}
-    assert rule.choose(tokens, tokens, lambda: 1 // 0) is rule
+    rule = split_policy(100)
+    assert rule.choose(200, lambda: 1 // 0) is rule
 
 
 def test_pages_of_a_rank_that_holds_every_third_token_reach_over_three_times_the_tokens() -> None:

@@ -1,6 +1,7 @@
 """Planning of pieces: thread, cost, and no leftovers of an ended delivery."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.config import Limits
 from kvflow.geometry import ComponentSlice, Descriptors, build_page_table
+from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.pages import PageTable, TokenPages
 from kvflow.geometry.split import split_policy_for
 from kvflow.stages.planning import Planning, PlanWork, PreparedRoute
@@ -84,8 +86,13 @@ def piece_of(link: Link, world: World) -> Piece:
         grant=grant(),
         link=peer_route,
         notice=Notice(room=1, generation=1, token=99, engine_rank=0, seq=0, ranges=ranges, num_bytes=0),
-        cost=cost_of(ChunkPart(ranges, None, last=True, metadata=b""), ranges, peer_route, None),
+        cost=cost_of(part_of(ranges, peer_route), peer_route, None),
     )
+
+
+def part_of(ranges: Mapping[str, tuple[int, int]], link: PeerRoute) -> ChunkPart:
+    num_bytes = expected_bytes(link.route.expected, ranges, ranges)
+    return ChunkPart(ranges, None, last=True, metadata=b"", num_bytes=num_bytes)
 
 
 def table_of(rank: Rank, name: str, tokens: tuple[int, int]) -> PageTable:
@@ -101,8 +108,7 @@ def test_no_plan_costs_more_than_was_counted_before_it_was_made(world: World, ma
             name: ComponentSlice(tokens, table_of(link.source, name, tokens), table_of(link.target, name, tokens))
             for name, tokens in piece.ranges.items()
         }
-        part = ChunkPart(piece.ranges, None, last=True, metadata=b"")
-        cost = cost_of(part, piece.ranges, piece.link, max_bytes)
+        cost = cost_of(part_of(piece.ranges, piece.link), piece.link, max_bytes)
         descriptors = PlanWork(piece, components, max_bytes, None, 0.0).plan().moves
         assert isinstance(descriptors, Descriptors)
         assert descriptors.num_bytes == cost.num_bytes

@@ -36,7 +36,7 @@ class HeldPages:
         for name, data in pages.items():
             wanted = _indices(data)
             held = self._flags[name][wanted]
-            if np.count_nonzero(held):
+            if True in held.tobytes():
                 return HeldPage(name, int(wanted[held.argmax()]))
         return None
 

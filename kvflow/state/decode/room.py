@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pages import WIRE_PAGES
-from kvflow.room import RoomId
 from kvflow.state.decode.held import HeldPage
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
@@ -82,6 +81,8 @@ class Room:
 
     Attributes:
         opened: The engine's request.
+        room: The router's id of the request.
+        generation: Number of this transfer, never reused by this incarnation.
         request: State of the request.
         told: All ranks of the instance, once the room was announced or granted to them.
         deadline: When the room times out.
@@ -95,6 +96,8 @@ class Room:
 
     def __init__(self, context: ReceiveContext, opened: ReceiveOpened, deadline: float) -> None:
         self.opened = opened
+        self.room = opened.room
+        self.generation = opened.generation
         self.deadline = deadline
         self.request = RequestState.ANNOUNCED if opened.is_announced else RequestState.WAITING
         self.told: tuple[PeerId, ...] = ()
@@ -109,16 +112,6 @@ class Room:
         self._first_notice_at = 0.0
         self.is_verifying = False
         self._is_verified = False
-
-    @property
-    def room(self) -> RoomId:
-        """The router's id of the request."""
-        return self.opened.room
-
-    @property
-    def generation(self) -> int:
-        """Number of this transfer, never reused by this incarnation."""
-        return self.opened.generation
 
     @property
     def granted(self) -> tuple[PeerId, ...]:
@@ -241,20 +234,7 @@ class Room:
     @property
     def num_pages(self) -> int:
         """Number of destination pages."""
-        return sum(self._num_pages.values())
-
-    @property
-    def _num_pages(self) -> dict[str, int]:
-        return {name: len(pages) // PAGE_BYTES for name, pages in self.opened.pages.items()}
-
-    def excess(self, ranks: Sequence[ConnectedRank]) -> str | None:
-        """Return which limit of a prefill rank the page tables exceed, if any."""
-        num_pages = self.num_pages
-        for rank in ranks:
-            if num_pages > rank.max_pages:
-                limit = f"limits.pending_grant_bytes of {rank.peer.rank} permits {rank.max_pages}"
-                return f"too many pages for one transfer: {num_pages}, but {limit}"
-        return None
+        return sum(map(len, self.opened.pages.values())) // PAGE_BYTES
 
     def send_pages(self, peer: PeerId, query: PagesQuery) -> list[DecodeEffect]:
         """Send a rank the parts of the page tables that it asks for."""
@@ -275,20 +255,25 @@ class Room:
         ]
 
     def _grant(self, peer: PeerId, timeout_s: float) -> Grant:
-        progress = self.ranks.get(peer.rank.engine_rank)
+        opened, progress = self.opened, self.ranks.get(peer.rank.engine_rank)
+        pages, num_pages = {}, {}
+        if progress is not None and self.is_inline:
+            pages = dict(opened.pages)
+        elif progress is not None:
+            num_pages = {name: len(data) // PAGE_BYTES for name, data in opened.pages.items()}
         return Grant(
-            room=self.room,
-            generation=self.generation,
-            token=progress.token if progress else 0,
-            ranges=dict(self.opened.ranges),
-            pages=dict(self.opened.pages) if progress and self.is_inline else {},
-            num_pages=self._num_pages if progress and not self.is_inline else {},
-            num_decode_ranks=self.opened.num_decode_ranks,
+            room=opened.room,
+            generation=opened.generation,
+            token=progress.token if progress is not None else 0,
+            ranges=dict(opened.ranges),
+            pages=pages,
+            num_pages=num_pages,
+            num_decode_ranks=opened.num_decode_ranks,
             timeout_s=timeout_s,
             progress_s=self._context.progress_s,
-            priority=self.opened.priority,
-            digest=self.opened.digest,
-            capability=self.opened.capability,
+            priority=opened.priority,
+            digest=opened.digest,
+            capability=opened.capability,
         )
 
     def _cancel(self, failure: Failure, progress: RankProgress | None = None) -> Cancel:

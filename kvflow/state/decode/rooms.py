@@ -160,10 +160,12 @@ class Rooms:
 
         A room with more pages than one of the ranks accepts fails.
         """
-        excess = room.excess(ranks)
-        if excess is not None:
-            return self.fail(room, self._error(FailureReason.CAPACITY, excess), now)
         num_pages = room.num_pages
+        for rank in ranks:
+            if num_pages > rank.max_pages:
+                limit = f"limits.pending_grant_bytes of {rank.peer.rank} permits {rank.max_pages}"
+                detail = f"too many pages for one transfer: {num_pages}, but {limit}"
+                return self.fail(room, self._error(FailureReason.CAPACITY, detail), now)
         room.is_inline = num_pages <= PAGES_INLINE and num_pages * len(self.generations) <= PAGES_INLINE_IN_ALL
         effects = room.connected(ranks, self._time_left(room, now))
         for peer in room.told:

@@ -9,7 +9,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pack import is_head_major
 from kvflow.room import RoomId
 from kvflow.state import events as ev
@@ -113,8 +113,10 @@ class PrefillCore:
                 the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
-        effects += self._take_turn(now)
-        if self.queue.take_freed_capacity():
+        if self.queue.candidates and not self._continues:
+            effects += self._take_turn(now)
+        if self.queue.has_freed_capacity:
+            self.queue.has_freed_capacity = False
             effects.append(AdmitChunks())
         return effects
 
@@ -290,8 +292,6 @@ class PrefillCore:
 
     def _take_turn(self, now: float) -> list[PrefillEffect]:
         """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
-        if self._continues or not self.queue.has_candidates:
-            return []
         effects: list[PrefillEffect] = []
         limit = self._settings.limits.descriptors_planned_inline
         effort_left = limit
@@ -328,9 +328,6 @@ class PrefillCore:
 
     def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
         """Post a piece at once, or plan it off the event loop first."""
-        delivery = self.rooms.delivery(piece.delivery)
-        if delivery is None:
-            raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)
         if piece.slots is not None:
             staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
             piece = replace(piece, notice=replace(piece.notice, staged=staged))
@@ -338,11 +335,10 @@ class PrefillCore:
         if is_slow or piece.grant.digest:
             if is_slow:
                 self._slow_plans[piece.delivery, piece.seq] = None
-            return [PlanPiece(piece), *delivery.planning(piece)]
-        behind = delivery.taken(piece)
+            return [PlanPiece(piece), *self.rooms.taken(piece, now, is_posted=False)]
         if piece.slots is not None:
             self.slots.posted(piece.delivery, piece.seq, piece.notice)
-        return [PostPiece(piece), *behind, *self.rooms.follow_posts(piece.delivery, now)]
+        return [PostPiece(piece), *self.rooms.taken(piece, now, is_posted=True)]
 
     def _effort(self, piece: Piece, is_packed: bool) -> int:
         """Estimate the work for a piece in descriptors; gathering counts as the planning that takes as long."""

@@ -6,7 +6,7 @@ pieces, and tracks them until every write has ended.
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -28,7 +28,7 @@ from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["Delivery", "DeliveryStatus", "DeliveryWait", "SendContext", "standing_of"]
+__all__ = ["STANDING", "Delivery", "DeliveryStatus", "DeliveryWait", "SendContext"]
 
 
 class SendContext(NamedTuple):
@@ -96,9 +96,12 @@ class DeliveryStatus(NamedTuple):
     is_quarantined: bool = False
 
 
-def standing_of(state: TransferState) -> DeliveryStatus:
-    """Return how a room counts a delivery in this state."""
-    return DeliveryStatus(state.outcome is Outcome.SUCCESS, state.is_safe, state.memory is Memory.QUARANTINED)
+STANDING: Final = {
+    (outcome, memory): DeliveryStatus(outcome is Outcome.SUCCESS, memory is Memory.SAFE, memory is Memory.QUARANTINED)
+    for outcome in Outcome
+    for memory in Memory
+}
+"""How a room counts a delivery in each state."""
 
 
 class _Unposted(NamedTuple):
@@ -143,7 +146,7 @@ class Delivery:
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_retransmits = 0
-        self.standing = DeliveryStatus()
+        self.standing = STANDING[self.state.outcome, self.state.memory]
         self.waits = DeliveryWait()
         self._context = context
         self._link = link
@@ -164,10 +167,10 @@ class Delivery:
         self._written: list[Notice] = []
 
     @property
-    def now_waits(self) -> DeliveryWait:
-        """What it waits for now."""
+    def now_waits(self) -> tuple[bool, bool, bool]:
+        """What it waits for now, in the order of `DeliveryWait`."""
         is_pending = self.state.is_pending
-        return DeliveryWait(is_pending, is_pending and bool(self._posted), self.is_unanswered)
+        return is_pending, is_pending and bool(self._posted), is_pending and self.state.is_safe
 
     @property
     def is_unanswered(self) -> bool:
@@ -265,15 +268,17 @@ class Delivery:
                 return self._await_data(self._not_ready[0][1])
         return []
 
-    def planning(self, piece: Piece) -> list[PrefillEffect]:
-        """Note that a piece is being planned off the event loop, and will be posted afterwards."""
-        self._planned[piece.seq] = piece.notice
-        return self._take(piece.seq)
+    def taken(self, piece: Piece, *, is_posted: bool) -> list[PrefillEffect]:
+        """Note that a piece has left the queue, to be posted at once or planned off the event loop first.
 
-    def taken(self, piece: Piece) -> list[PrefillEffect]:
-        """Count a piece as posted: the shell posts it at once."""
-        self._note_post(piece.seq, piece.notice)
-        return self._take(piece.seq)
+        The empty notices behind it are sent.
+        """
+        if is_posted:
+            self._note_post(piece.seq, piece.notice)
+        else:
+            self._planned[piece.seq] = piece.notice
+        self._has_begun_layers = self._unposted.pop(piece.seq).goes_on
+        return self._say_empty() if self._unposted else []
 
     def went_direct(self, seq: int) -> None:
         """Note that a posted piece was written directly to its pages, although it had a slot."""
@@ -380,7 +385,7 @@ class Delivery:
         """Assign a part its number, and queue it or wait for its data."""
         seq = self._next_seq
         self._next_seq += 1
-        cost = cost_of(part, self._wanted, self._link, self._context.settings.max_descriptor_bytes)
+        cost = cost_of(part, self._link, self._context.settings.max_descriptor_bytes)
         notice = Notice(
             room=self.id.room,
             generation=self.id.generation,
@@ -422,11 +427,6 @@ class Delivery:
             return []
         self._num_waits += 1
         return [AwaitData(self.id, self._num_waits - 1, ready)]
-
-    def _take(self, seq: int) -> list[PrefillEffect]:
-        """Note that a piece has left the queue, and send the empty notices behind it."""
-        self._has_begun_layers = self._unposted.pop(seq).goes_on
-        return self._say_empty()
 
     def _say_empty(self) -> list[PrefillEffect]:
         """Send the empty notices whose turn it is: every piece before them has left the queue."""

@@ -28,6 +28,7 @@ class ChunkPart(NamedTuple):
         ready: Event to wait for before its pages may be read, or None.
         last: Whether this is the last part of the transfer.
         metadata: Metadata to deliver with the last part.
+        num_bytes: Bytes that the part takes.
         layers: Layers of the part.
     """
 
@@ -35,6 +36,7 @@ class ChunkPart(NamedTuple):
     ready: ReadyEvent | None
     last: bool
     metadata: bytes
+    num_bytes: int
     layers: LayerRange = ALL_LAYERS
 
 
@@ -54,7 +56,7 @@ def split_chunk(
         link: Route to the decode rank.
     """
     if not ranges:
-        return [_part(chunk, ranges, _ready(chunk))]
+        return [_part(chunk, ranges, _ready(chunk), 0)]
     groups = link.route.by_location(ranges)
     end = len(groups) - 1
     return [
@@ -64,23 +66,18 @@ def split_chunk(
     ]
 
 
-def cost_of(
-    part: ChunkPart, wanted: Mapping[str, TokenRange], link: PeerRoute, max_descriptor_bytes: int | None
-) -> Cost:
+def cost_of(part: ChunkPart, link: PeerRoute, max_descriptor_bytes: int | None) -> Cost:
     """Return the credit that a part takes from its peer's window, without planning it.
 
     Args:
         part: Part of a chunk.
-        wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
         link: Route to the decode rank.
         max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
     """
-    num_bytes = expected_bytes(link.route.expected, part.ranges, wanted, part.layers)
-    num_descriptors = sum(
-        link.route.max_descriptors(name, stop - start, part.layers) for name, (start, stop) in part.ranges.items()
-    )
-    num_splits = num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
-    return Cost(num_bytes, num_descriptors + num_splits)
+    num_descriptors = part.num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
+    for name, (start, stop) in part.ranges.items():
+        num_descriptors += link.route.max_descriptors(name, stop - start, part.layers)
+    return Cost(part.num_bytes, num_descriptors)
 
 
 def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
@@ -89,9 +86,9 @@ def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
     This is the first token of the ranges. If a range is not counted like the chunk's tokens, as for a window or a slot,
     the whole chunk must be sent again.
     """
-    start, _ = chunk.tokens
-    firsts = [first for name, (first, _) in ranges.items() if chunk.ranges[name] == chunk.tokens]
-    return min(firsts) if firsts and len(firsts) == len(ranges) else start
+    if any(chunk.ranges[name] != chunk.tokens for name in ranges):
+        return chunk.tokens[0]
+    return min((first for first, _ in ranges.values()), default=chunk.tokens[0])
 
 
 def _split_group(
@@ -104,22 +101,39 @@ def _split_group(
     is_end: bool,
 ) -> list[ChunkPart]:
     """Split the components of a chunk in one location on each side; `is_end` if nothing of the chunk follows."""
+    expected = link.route.expected
+    num_bytes = expected_bytes(expected, ranges, wanted)
     policy = link.split_policy.choose(
-        ranges, wanted, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
+        num_bytes, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
     )
     ready = chunk.ready
     if chunk.layers:
         groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
         if len(groups) > 1:
             return [
-                _part(chunk, ranges, chunk.layers[group].ready, layers, is_end=is_end and layers[1] is None)
+                _part(
+                    chunk,
+                    ranges,
+                    chunk.layers[group].ready,
+                    expected_bytes(expected, ranges, wanted, layers),
+                    layers,
+                    is_end=is_end and layers[1] is None,
+                )
                 for layers, group in groups
             ]
         ready = chunk.layers[groups[0].group].ready
+    if num_bytes <= policy.piece_bytes:
+        return [_part(chunk, ranges, ready, num_bytes, is_end=is_end)]
     splits = policy.split_tokens(ranges, wanted)
     last = len(splits) - 1
     return [
-        _part(chunk, split, None if number else ready, is_end=is_end and number == last)
+        _part(
+            chunk,
+            split,
+            None if number else ready,
+            expected_bytes(expected, split, wanted),
+            is_end=is_end and number == last,
+        )
         for number, split in enumerate(splits)
     ]
 
@@ -132,13 +146,14 @@ def _part(
     chunk: Chunk,
     ranges: Mapping[str, TokenRange],
     ready: ReadyEvent | None,
+    num_bytes: int,
     layers: LayerRange = ALL_LAYERS,
     *,
     is_end: bool = True,
 ) -> ChunkPart:
     """Describe one part of a chunk; only the last part of the last chunk ends the request and carries its metadata."""
     is_last = chunk.last and is_end
-    return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", layers)
+    return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", num_bytes, layers)
 
 
 def _count_runs(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:

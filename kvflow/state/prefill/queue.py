@@ -120,6 +120,10 @@ class PieceQueue:
         ageing_s: Waiting time that lifts a piece by one class, in seconds.
         local: Staging slots of this rank.
         remote: Staging slots of its peers.
+
+    Attributes:
+        candidates: Peers with a waiting piece that may fit their window; without any, `pop` takes nothing.
+        has_freed_capacity: Whether a full queue of a peer has gained capacity; the caller resets it.
     """
 
     def __init__(
@@ -136,10 +140,10 @@ class PieceQueue:
         self._ageing_s = ageing_s
         self._lanes: dict[PeerId, _Lane] = {}
         self._windows: dict[PeerId, Window] = {}
-        self._candidates: OrderedDict[PeerId, None] = OrderedDict()
+        self.candidates: OrderedDict[PeerId, None] = OrderedDict()
         self._deferred: OrderedDict[PeerId, None] = OrderedDict()
         self._num_waiting: dict[PeerId, int] = {}
-        self._has_freed_capacity = False
+        self.has_freed_capacity = False
 
     def __len__(self) -> int:
         """Return the number of waiting pieces, whatever they wait for."""
@@ -150,19 +154,9 @@ class PieceQueue:
         """Number of pieces that were taken and have not ended."""
         return len(self._under_way)
 
-    @property
-    def has_candidates(self) -> bool:
-        """Whether a waiting piece may fit its peer's window, so that `pop` is worth a call."""
-        return bool(self._candidates)
-
     def has_capacity(self, peers: Iterable[PeerId]) -> bool:
         """Return whether each of these peers has fewer waiting pieces than allowed."""
         return not any(self._num_waiting.get(peer, 0) >= self._limits.queued_chunks for peer in peers)
-
-    def take_freed_capacity(self) -> bool:
-        """Return whether a full queue of a peer has gained capacity since the last call."""
-        has_freed, self._has_freed_capacity = self._has_freed_capacity, False
-        return has_freed
 
     def expect(self, peer: PeerId) -> None:
         """Count a piece that will be pushed when its data is ready."""
@@ -176,7 +170,7 @@ class PieceQueue:
         self._num_waiting[peer] = before - count
         if before == count:
             del self._num_waiting[peer]
-        self._has_freed_capacity |= before >= self._limits.queued_chunks > before - count
+        self.has_freed_capacity |= before >= self._limits.queued_chunks > before - count
 
     def push(self, piece: Piece, now: float, *, wants_slot: bool) -> None:
         """Append an expected piece to the queue of its delivery."""
@@ -184,7 +178,7 @@ class PieceQueue:
         if peer not in self._lanes:
             self._lanes[peer] = _Lane(self._ageing_s)
         self._lanes[peer].push(_Entry(piece, now, wants_slot))
-        self._candidates.setdefault(peer)
+        self.candidates.setdefault(peer)
 
     def pop(self, now: float, turn: Callable[[Piece, bool], Turn] = lambda _, __: Turn.TAKEN) -> Piece | None:
         """Take the piece whose turn it is, and charge its credit.
@@ -196,8 +190,8 @@ class PieceQueue:
         Returns:
             The piece; None if no peer's next piece fits its window and is taken.
         """
-        while self._candidates:
-            peer = next(iter(self._candidates))
+        while self.candidates:
+            peer = next(iter(self.candidates))
             line, window = self._lanes[peer].next_line(), self._windows.get(peer)
             entry = line.entries[0]
             pools = self._pools(entry)
@@ -209,7 +203,7 @@ class PieceQueue:
                     case Turn.OVER:
                         return None
                 self._deferred.setdefault(peer)
-            del self._candidates[peer]
+            del self.candidates[peer]
         return None
 
     def resume(self) -> bool:
@@ -217,8 +211,8 @@ class PieceQueue:
         if not self._deferred:
             return False
         peer, _ = self._deferred.popitem(last=False)
-        self._candidates[peer] = None
-        self._candidates.move_to_end(peer, last=False)
+        self.candidates[peer] = None
+        self.candidates.move_to_end(peer, last=False)
         return True
 
     def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
@@ -244,7 +238,7 @@ class PieceQueue:
     def look_again(self, peer: PeerId) -> None:
         """Reconsider a peer's pieces, because one of its slots has become free or lost."""
         if peer in self._lanes:
-            self._candidates.setdefault(peer)
+            self.candidates.setdefault(peer)
 
     def drop(self, delivery: DeliveryId, first: int = 0) -> None:
         """Drop the queued pieces of a delivery, from number `first` on."""
@@ -252,7 +246,7 @@ class PieceQueue:
         if lane is None:
             return
         self.stop_expecting(delivery.peer, lane.drop(delivery, first))
-        self._candidates.setdefault(delivery.peer)
+        self.candidates.setdefault(delivery.peer)
         self._forget_if_empty(delivery.peer)
 
     def _take(self, peer: PeerId, line: "_Line", pools: tuple[SlotPool, ...], cost: Cost, now: float) -> Piece:
@@ -262,7 +256,7 @@ class PieceQueue:
         self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots)
         self._window(peer).begin(cost)
         self.stop_expecting(peer, 1)
-        self._candidates.move_to_end(peer)
+        self.candidates.move_to_end(peer)
         self._deferred.pop(peer, None)
         self._forget_if_empty(peer)
         return piece
@@ -276,7 +270,7 @@ class PieceQueue:
 
     def _end_slots(self, peer: PeerId, slots: PieceSlots, how: PieceEnd) -> None:
         for waiting in self._lanes:  # any of them may wait for the local slot, which is now free or lost
-            self._candidates.setdefault(waiting)
+            self.candidates.setdefault(waiting)
         if how is PieceEnd.IN_DOUBT:
             self._local.lose(slots.local)
             return
@@ -297,7 +291,7 @@ class PieceQueue:
     def _forget_if_empty(self, peer: PeerId) -> None:
         if self._lanes[peer].is_empty:
             del self._lanes[peer]
-            del self._candidates[peer]
+            del self.candidates[peer]
             self._deferred.pop(peer, None)
 
     def _window(self, peer: PeerId) -> Window:

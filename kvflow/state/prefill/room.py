@@ -6,7 +6,7 @@ the decode ranks of one request are of no use without each other.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,15 @@ from kvflow.state.effects import (
     ReportSender,
 )
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute
-from kvflow.state.prefill.delivery import Delivery, SendContext, standing_of
+from kvflow.state.prefill.delivery import STANDING, Delivery, SendContext
 from kvflow.state.prefill.waiting import Announcement, Asked
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import FEED, FeedSignal, FeedState, Memory, Signal, TransferState
 from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId
 
 __all__ = ["Room", "RoomWait"]
+
+QUIESCING: Final = (FeedState.QUIESCING, FeedState.SETTLING)
 
 
 class RoomWait(NamedTuple):
@@ -62,6 +64,8 @@ class Room:
         waits: What its timers are set for.
         changed: Deliveries whose timers may be out of date.
         told: Decode ranks without a delivery that know that the room has failed.
+        feed: What it accepts from the engine.
+        is_finished: Whether the engine has offered the last chunk.
         has_lease: Decode ranks could know of it, and must ask for it in time.
     """
 
@@ -83,19 +87,15 @@ class Room:
         self._needs_review = False
         self._context = context
         self.feed = FeedState.OPEN
+        self.is_finished = False
         self._chunks: list[Chunk] = []
         self._resume_at: int | None = None
         self._num_decode_ranks: int | None = None
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the engine has offered the last chunk."""
-        return self.feed in (FeedState.FINISHED, FeedState.SETTLING)
-
-    @property
     def is_quiescing(self) -> bool:
         """Whether the engine waits until nothing reads its pages."""
-        return self.state.is_pending and self.feed in (FeedState.QUIESCING, FeedState.SETTLING)
+        return self.state.is_pending and self.feed in QUIESCING
 
     @property
     def has_all_grants(self) -> bool:
@@ -131,11 +131,12 @@ class Room:
         return delivery if delivery is not None and delivery.id.peer == peer else None
 
     @property
-    def now_waits(self) -> RoomWait:
-        """What it waits for now."""
-        lacks_grants = self.num_asked != self._num_decode_ranks and self.is_finished and self.has_lease
+    def now_waits(self) -> tuple[bool, bool, bool, tuple[tuple[PeerId, float], ...]]:
+        """What it waits for now, in the order of `RoomWait`."""
+        is_pending = self.state.is_pending
+        lacks_grants = self.is_finished and self.has_lease and self.num_asked != self._num_decode_ranks
         is_draining = self.state.memory is Memory.DRAINING
-        return RoomWait(self.state.is_pending and lacks_grants, is_draining, self.is_quiescing, self._announced_until)
+        return is_pending and lacks_grants, is_draining, is_pending and self.feed in QUIESCING, self._announced_until
 
     def offer(self, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
@@ -171,8 +172,8 @@ class Room:
         self._feed_on(FeedSignal.ROLLED_BACK)
 
     def report_quiesced(self) -> list[PrefillEffect]:
-        """Report to an engine that waits for its pages that no post reads them any more."""
-        if not self.is_quiescing or any(delivery.reads_pages for delivery in self.deliveries.values()):
+        """Report that no post reads the pages any more, if so; the room must be quiescing."""
+        if any(delivery.reads_pages for delivery in self.deliveries.values()):
             return []
         self._feed_on(FeedSignal.QUIET)
         if self.is_finished:
@@ -268,10 +269,11 @@ class Room:
             return self._error(FailureReason.ROOM_IN_USE, "this rank already has an open grant for this room")
         if peer in self.announced:
             return self._error(FailureReason.ROOM_IN_USE, "this rank has already announced a later grant for this room")
-        if self.num_asked and self._num_decode_ranks != asked.num_decode_ranks:
+        num_asked = self.num_asked
+        if num_asked and self._num_decode_ranks != asked.num_decode_ranks:
             detail = f"decode ranks disagree on their number: {self._num_decode_ranks} and {asked.num_decode_ranks}"
             return self._error(FailureReason.PROTOCOL, detail)
-        if self.num_asked and self.num_asked == self._num_decode_ranks:
+        if num_asked and num_asked == self._num_decode_ranks:
             detail = f"all {self._num_decode_ranks} decode ranks have already asked"
             return self._error(FailureReason.PROTOCOL, detail)
         return None
@@ -283,7 +285,7 @@ class Room:
         self._needs_review = False
         before = (self.state.outcome, self.state.memory)
         num_deliveries = len(self.deliveries)
-        has_all = self.has_all_grants and self.is_finished
+        has_all = self.is_finished and num_deliveries == self._num_decode_ranks
         is_safe = self.num_safe == num_deliveries
         if has_all and self.num_delivered == num_deliveries:
             self.state.apply(Signal.COMPLETED)
@@ -306,13 +308,15 @@ class Room:
 
     def _feed_on(self, signal: FeedSignal) -> None:
         self.feed = FEED[self.feed, signal]
+        self.is_finished = self.feed in (FeedState.FINISHED, FeedState.SETTLING)
         self._needs_review = True
 
     def _on_change(self, delivery: Delivery) -> None:
         self.changed[delivery.id.peer.rank] = delivery
         self._needs_review = True
-        before, now = delivery.standing, standing_of(delivery.state)
-        if now != before:
+        state, before = delivery.state, delivery.standing
+        now = STANDING[state.outcome, state.memory]
+        if now is not before:
             delivery.standing = now
             self.num_delivered += now.is_delivered - before.is_delivered
             self.num_safe += now.is_safe - before.is_safe

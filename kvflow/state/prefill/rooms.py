@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
-from kvflow.state.effects import CountAnomaly, DropPlan, PostPlan, PrefillEffect
+from kvflow.state.effects import CountAnomaly, DropPlan, Piece, PostPlan, PrefillEffect
 from kvflow.state.events import (
     Chunk,
     DataReady,
@@ -101,14 +101,13 @@ class Rooms:
         if len(self.rooms) >= self._limits.transfers:
             raise CapacityExceeded("too many rooms are open", limit=self._limits.transfers, setting="limits.transfers")
         self._quarantine.check_admission()
-        if self._follows_too_many():
+        if not self._has_place_for_unfenced():
             raise CapacityExceeded(
                 "too many ended transfers have writes that may still land at decode ranks",
                 unfenced=len(self.unfenced),
                 limit=self._limits.unfenced,
                 setting="limits.unfenced",
             )
-        self._drop_unfenced()
         self._failed.pop(room, None)
         opened = self.rooms[room] = Room(self._context, room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
@@ -419,7 +418,7 @@ class Rooms:
         """Take back the slots of a piece that was written directly."""
         self._context.slots.not_posted(event.delivery, event.seq)
         self._context.queue.release_slots(event.delivery, event.seq)
-        delivery = self.delivery(event.delivery)
+        delivery = self._find(event.delivery)[1]
         if delivery is not None:
             delivery.went_direct(event.seq)
         return []
@@ -620,8 +619,7 @@ class Rooms:
         """Return why a request is refused because too many writes may still land; None if it is not."""
         most = max(self._limits.unfenced // UNFENCED_SHARE, 1)
         num_unfenced = self._unfenced_by_peer.count_of(peer)
-        if num_unfenced < most and not self._follows_too_many():
-            self._drop_unfenced()
+        if num_unfenced < most and self._has_place_for_unfenced():
             return None
         detail = (
             f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
@@ -637,10 +635,7 @@ class Rooms:
     def _answer_closed(self, peer: DecodePeer, delivery_id: DeliveryId, *, is_wanted: bool) -> list[PrefillEffect]:
         """Answer a late request: it is never served, whatever its decode rank has missed.
 
-        Args:
-            peer: The decode rank.
-            delivery_id: Requested delivery.
-            is_wanted: Whether the decode rank expects bytes from this rank.
+        `is_wanted` is set if the decode rank expects bytes from this rank.
         """
         closed = peer.closed.result(delivery_id.generation)
         if closed is None and is_wanted:
@@ -674,15 +669,16 @@ class Rooms:
 
     def _follow(self, room: Room, effects: list[PrefillEffect], now: float) -> list[PrefillEffect]:
         """Update the timers after a step of a room, and drop the room once it is over."""
-        effects = [*effects, *room.report_quiesced()]
+        if room.is_quiescing:
+            effects = [*effects, *room.report_quiesced()]
         for delivery in room.changed.values():
             waits = delivery.now_waits
             if waits != delivery.waits:
-                self._watch_delivery(delivery, waits, now)
+                self._watch_delivery(delivery, DeliveryWait(*waits), now)
         room.changed.clear()
         waits_for = room.now_waits
         if waits_for != room.waits:
-            self._watch_room(room, waits_for, now)
+            self._watch_room(room, RoomWait(*waits_for), now)
         if room.state.memory is Memory.QUARANTINED:
             self._quarantine.put(room.room, room.footprint)
         if room.state.is_safe and not room.state.is_pending:
@@ -728,14 +724,16 @@ class Rooms:
         elif before.answer and not waits.answer:
             self._timers.clear(DeliveryUnanswered(delivery.id))
 
-    def follow_posts(self, delivery_id: DeliveryId, now: float) -> list[PrefillEffect]:
-        """Update the timers of a delivery after a piece was posted."""
-        room = self._find(delivery_id)[0]
-        return [] if room is None else self._follow(room, [], now)
+    def taken(self, piece: Piece, now: float, *, is_posted: bool) -> list[PrefillEffect]:
+        """Note that a piece has left the queue: the caller posts it now, or plans it first.
 
-    def delivery(self, delivery_id: DeliveryId) -> Delivery | None:
-        """Find a delivery of an open room."""
-        return self._find(delivery_id)[1]
+        Raises:
+            LocalProtocolError: The delivery of the piece is unknown.
+        """
+        room, delivery = self._find(piece.delivery)
+        if room is None or delivery is None:
+            raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)
+        return self._follow(room, delivery.taken(piece, is_posted=is_posted), now)
 
     def _end(self, room: Room) -> None:
         del self.rooms[room.room]
@@ -764,19 +762,22 @@ class Rooms:
         del self.unfenced[key]
         self._unfenced_by_peer.remove(key)
 
-    def _follows_too_many(self) -> bool:
-        """Return whether there are too many unfenced deliveries even without those to disconnected ranks."""
-        limit, peers = self._limits.unfenced, self._context.peers
-        counts = self.count_unfenced() if len(self.unfenced) >= limit else {}
-        return limit <= sum(count for peer, count in counts.items() if peer in peers)
+    def _has_place_for_unfenced(self) -> bool:
+        """Return whether there is place for another unfenced delivery.
 
-    def _drop_unfenced(self) -> None:
-        """Drop unfenced deliveries to disconnected ranks, oldest first, until there is place for another one."""
-        peers = self._context.peers
-        for peer in self._unfenced_by_peer.peers if len(self.unfenced) >= self._limits.unfenced else ():
-            if len(self.unfenced) >= self._limits.unfenced and peer not in peers:
+        Those to disconnected ranks are dropped for it, oldest first, unless that would not be enough.
+        """
+        limit, peers = self._limits.unfenced, self._context.peers
+        if len(self.unfenced) < limit:
+            return True
+        counts = self.count_unfenced()
+        if limit <= sum(count for peer, count in counts.items() if peer in peers):
+            return False
+        for peer in counts:
+            if len(self.unfenced) >= limit and peer not in peers:
                 self.peer_ended(peer)
                 peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
+        return True
 
     def count_unfenced(self) -> dict[PeerId, int]:
         """Return the number of unfenced deliveries by decode rank."""

@@ -254,18 +254,17 @@ def test_capacity_counts_pieces_that_wait_for_their_data_too() -> None:
     assert len(queue) == 2
 
 
-def test_freed_capacity_is_said_once_and_only_where_there_was_none() -> None:
+def test_freed_capacity_is_said_only_where_there_was_none() -> None:
     queue = PieceQueue(Limits(queued_chunks=2), AGEING_S)
     queue.expect(PEERS[0])
     queue.stop_expecting(PEERS[0], 1)
-    assert not queue.take_freed_capacity()
+    assert not queue.has_freed_capacity
     for seq in range(3):
         push(queue, job(delivery(), seq))
     queue.pop(0.0)
-    assert not queue.take_freed_capacity(), "two wait, which is as many as may"
+    assert not queue.has_freed_capacity, "two wait, which is as many as may"
     queue.pop(0.0)
-    assert queue.take_freed_capacity()
-    assert not queue.take_freed_capacity()
+    assert queue.has_freed_capacity
 
 
 def test_large_job_is_not_overtaken_by_smaller_ones_of_its_class() -> None:
@@ -327,7 +326,7 @@ def test_nothing_is_kept_for_peers_that_are_served() -> None:
         end(queue, taken)
     assert not queue._lanes
     assert not queue._windows
-    assert not queue._candidates
+    assert not queue.candidates
     assert not queue._num_waiting
     assert not queue._under_way
 
