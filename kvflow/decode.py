@@ -555,6 +555,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._proofs.fence(effect)
             case ef.WaitForLanding():
                 self._proofs.await_landing(effect)
+            case ef.NoteEnds():
+                self._proofs.note_ends(effect)
             case ef.CountAnomaly():
                 self._count_anomaly(effect)
             case ef.LogEvent():

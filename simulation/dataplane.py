@@ -69,11 +69,29 @@ class Witness(Protocol):
         """Called before bytes land."""
 
 
+class Link:
+    """A connection over which one endpoint writes to another.
+
+    Attributes:
+        end: The sender's end, unique.
+        is_closed: The sender has closed it, but what has been sent over it may still land.
+    """
+
+    __slots__ = ("end", "is_closed", "peer", "sender")
+
+    def __init__(self, sender: "SimulatedBackend", peer: str, number: int) -> None:
+        self.sender = sender
+        self.peer = peer
+        self.end = number.to_bytes(18, "big")
+        self.is_closed = False
+
+
 class Write:
     """A post in flight: pieces that land one after another, then its completion.
 
     Attributes:
         sender: The endpoint that posted it.
+        link: The connection that carries it.
         peer: Agent name of the endpoint that it writes to.
         pieces: What has not landed yet.
         captured: What has left the memory of a sender that died, or of a write that lingers.
@@ -83,13 +101,14 @@ class Write:
     """
 
     __slots__ = (
-        "captured", "corrupts", "fails_at", "has_doubt", "has_ended", "is_over", "mark", "notice", "number", "pace_s",
-        "peer", "pieces", "post_id", "sender",
+        "captured", "corrupts", "fails_at", "has_doubt", "has_ended", "is_over", "link", "mark", "notice", "number",
+        "pace_s", "peer", "pieces", "post_id", "sender",
     )  # fmt: skip
 
-    def __init__(self, sender: "SimulatedBackend", number: int, post_id: int, peer: str, notice: bytes) -> None:
+    def __init__(self, link: Link, number: int, post_id: int, peer: str, notice: bytes) -> None:
         self.number = number
-        self.sender = sender
+        self.link = link
+        self.sender = link.sender
         self.post_id = post_id
         self.peer = peer
         self.pieces: list[list[Segment]] = []
@@ -145,6 +164,8 @@ class DataPlane:
         self.hold_notice: Callable[[Write, SimulatedBackend], bool] | None = None
         self.when_posted: list[Callable[[Write], None]] = []
         self._num_writes = 0
+        self._num_links = 0
+        self._links: list[Link] = []
         self._active: dict[int, Write] = {}
 
     @property
@@ -157,12 +178,27 @@ class DataPlane:
         """Whether the end of a process proves, at once or later, that none of its bytes can land any more."""
         return self.ends_with_process or self.shows_last_bytes
 
-    def is_dry(self, peer: str) -> bool:
-        """Return whether nothing of an ended process or of a lingering write to an endpoint is in flight."""
-        return not any(
-            write.peer == peer and (write.captured is not None or not write.sender.process.is_alive)
-            for write in self._active.values()
-        )
+    def links_to(self, peer: str) -> list[Link]:
+        """Return the connections to an endpoint over which something may still land, as their near ends show."""
+        busy = [write.link for write in self._active.values()]
+        self._links = [link for link in self._links if self._is_open(link) or link in busy]
+        return [link for link in self._links if link.peer == peer]
+
+    def _is_open(self, link: Link) -> bool:
+        is_held = self.endpoints.get(link.sender.agent_name) is link.sender
+        return is_held and link.sender.process.is_alive and not link.is_closed
+
+    def ends_to(self, sender: "SimulatedBackend", peer: str) -> tuple[bytes, ...]:
+        """Return the ends of the connections over which an endpoint writes to another now."""
+        return tuple(link.end for link in self.links_to(peer) if link.sender is sender and self._is_open(link))
+
+    def _link(self, sender: "SimulatedBackend", peer: str) -> Link:
+        for link in self._links:
+            if link.sender is sender and link.peer == peer and self._is_open(link):
+                return link
+        self._num_links += 1
+        self._links.append(Link(sender, peer, self._num_links))
+        return self._links[-1]
 
     def start(
         self, sender: "SimulatedBackend", post_id: int, peer: str, segments: list[Segment], notice: bytes
@@ -171,7 +207,7 @@ class DataPlane:
         world = self.world
         faults, rng = world.faults, world.rng
         self._num_writes += 1
-        write = Write(sender, self._num_writes, post_id, peer, notice)
+        write = Write(self._link(sender, peer), self._num_writes, post_id, peer, notice)
         self._active[write.number] = write
         if world.story is not None:
             world.tell(f"  write {write.number} begins: {sender.process} to {peer}, {len(segments)} descriptors")
@@ -306,8 +342,10 @@ class DataPlane:
             self.linger(write)
 
     def linger(self, write: Write) -> None:
-        """Fail a write, but let its bytes still land."""
+        """Fail a write, but let its bytes still land. Its sender opens another connection at once."""
         self.world.count("lingering write")
+        write.link.is_closed = True
+        self._link(write.sender, write.peer)
         self.lingered[write.sender.agent_name, write.peer] = None
         self._capture(write)
         write.fails_at = -1
@@ -490,13 +528,20 @@ class SimulatedBackend(Backend):
         return b"all" if self._plane.shows_last_bytes else b""
 
     @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
-        if ends is None and self.capabilities.ends_with_process:
+    def ends_to(self, peer: str) -> tuple[bytes, ...]:
+        return self._plane.ends_to(self, peer)
+
+    @override
+    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
+        if self.capabilities.ends_with_process and not is_alive:
             return True
         if not domain or domain != self.domain():
             return False
-        while not self._plane.is_dry(self.agent_name):  # noqa: ASYNC110 - as a transport polls the kernel
-            await anyio.sleep(LOOK_S)
+        links = self._plane.links_to(self.agent_name)
+        while links:
+            await anyio.sleep(LOOK_S)  # as a transport polls the kernel
+            now = self._plane.links_to(self.agent_name)
+            links = [link for link in links if link in now and link.end not in ends]
         return True
 
     @override

@@ -298,26 +298,27 @@ class Backend(abc.ABC):
     def ends_to(self, peer: str) -> tuple[bytes, ...]:
         """Return this side's ends of sound connections to a peer: those of lingering writes are not among them.
 
-        A prefill rank sends them to the decode rank, which passes them to `outlast`.
+        A prefill rank sends them to decode ranks that wait for last bytes, which pass them to `outlast`.
 
         Returns:
             For each connection its address and port in network byte order. Empty by default.
         """
         return ()
 
-    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
         """Wait until no ended write from processes of a domain can still land here.
 
         Args:
             domain: The result of `domain` in the writing process; not trusted.
-            ends: None if the process has ended. Otherwise its `ends_to` this endpoint, not trusted: all of its writes
-                over other connections have ended, some of which linger.
+            ends: Results of `ends_to` of living processes, which have listed them since; not trusted. What is awaited
+                cannot come over these connections. The caller adds to them and removes from them while this waits.
+            is_alive: The writing process has not ended, but all of its writes have, and some of them linger.
 
         Returns:
             True once nothing can land any more, or False if that can never be known. The default returns
             `capabilities.ends_with_process` for an ended process, and False for others.
         """
-        return ends is None and self.capabilities.ends_with_process
+        return self.capabilities.ends_with_process and not is_alive
 
     @abc.abstractmethod
     async def aclose(self) -> None:

@@ -134,8 +134,21 @@ class LibrarySockets:
                     shut_down(found)
         return closed
 
+    def ends_at(self, host: str) -> tuple[bytes, ...]:
+        """Return the local ends of established connections opened to a host; of all if it is a name."""
+        return tuple(
+            _packed(found.family, found.getsockname())
+            for found in self._opened_to(host)
+            if _info(found)[0] == ESTABLISHED
+        )
+
     def abort_to(self, host: str) -> None:
         """Close the connections opened to a host, and drop what they have not sent; all of them if it is a name."""
+        for found in self._opened_to(host):
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+            shut_down(found)
+
+    def _opened_to(self, host: str) -> Iterator[socket.socket]:
         try:
             wanted = ipaddress.ip_address(host.strip("[]")).packed
         except ValueError:
@@ -149,8 +162,7 @@ class LibrarySockets:
                 except OSError:  # not connected
                     continue
                 if is_meant:
-                    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
-                    shut_down(found)
+                    yield found
 
     def _prepare(self, found: socket.socket) -> bool:
         """Turn on keepalive, and note the other end. Return False if there is none yet."""

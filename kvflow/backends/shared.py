@@ -345,8 +345,8 @@ class RankEndpoint(Backend):
         return self._shared.inner.domain()
 
     @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
-        return await self._shared.inner.outlast(domain, ends)
+    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
+        return await self._shared.inner.outlast(domain, ends, is_alive=is_alive)
 
     @override
     def ends_to(self, peer: str) -> tuple[bytes, ...]:

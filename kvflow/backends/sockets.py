@@ -105,13 +105,13 @@ class Elsewhere:
         inodes: Sockets of the library.
         ports: Ports on which it has accepted connections.
         hosts: Only connections with these hosts count; empty for all.
-        spared: Remote ends of connections that do not count, see `Backend.ends_to`.
+        spared: Remote ends of connections that need not end, see `Backend.ends_to`. They may change.
     """
 
     inodes: frozenset[int]
     ports: frozenset[int]
     hosts: frozenset[bytes] = frozenset()
-    spared: frozenset[bytes] = frozenset()
+    spared: Collection[bytes] = ()
 
     @classmethod
     def of(
@@ -123,19 +123,21 @@ class Elsewhere:
             sockets: Inodes, ports and remote hosts of the library so far.
             domain: The `domain_of_host` of the process. Its addresses are used only if one of them has been seen here:
                 otherwise another address stands for them, such as that of a NAT.
-            ends: Remote ends of connections that do not count.
+            ends: Remote ends of connections that need not end. They are not copied.
         """
         inodes, ports, seen = sockets
         hosts = hosts_of(domain)
-        return cls(inodes, ports, hosts if hosts & seen else frozenset(), frozenset(ends))
+        return cls(inodes, ports, hosts if hosts & seen else frozenset(), ends)
 
     def includes(self, row: Row) -> bool:
         """Return whether a near end belongs to such a connection."""
         if row.inode not in self.inodes and int(_port(row.ends[0]), 16) not in self.ports:
             return False
-        host = address_of(_host(row.ends[1]))
-        end = host + int(_port(row.ends[1]), 16).to_bytes(2, "big")
-        return end not in self.spared and (not self.hosts or host in self.hosts)
+        return not self.hosts or address_of(_host(row.ends[1])) in self.hosts
+
+    def spares(self, ends: Ends) -> bool:
+        """Return whether a connection need not end."""
+        return address_of(_host(ends[1])) + int(_port(ends[1]), 16).to_bytes(2, "big") in self.spared
 
 
 def domain_of_host() -> bytes:
@@ -194,6 +196,7 @@ class Connections:
     def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
         rows, sockets = _rows(), _sockets()
         self._counts_end = not of_domain
+        self._elsewhere = elsewhere
         if elsewhere is not None:
             seen = {row.ends for row in rows}
             self._wet = [
@@ -226,6 +229,8 @@ class Connections:
         # A reset connection is in no table, but may still have bytes to read.
         unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
         self._wet = [ends for ends in self._wet if (self._is_wet(near[ends], far) if ends in near else unread)]
+        if self._elsewhere is not None:
+            self._wet = [ends for ends in self._wet if not self._elsewhere.spares(ends)]
         return not self._wet and not unread
 
     def _is_wet(self, row: Row, far: Mapping[Ends, int]) -> bool:

@@ -82,6 +82,7 @@ STAGES: Final[dict[type, Stage]] = {
     ef.ProbePeer: Stage.BOOTSTRAP,
     ef.WaitForFence: Stage.BOOTSTRAP,
     ef.WaitForLanding: Stage.AGGREGATE,
+    ef.NoteEnds: Stage.AGGREGATE,
     ef.ScatterStaged: Stage.AGGREGATE,
     ef.VerifyDigests: Stage.AGGREGATE,
     ef.ReportReceiver: Stage.AGGREGATE,

@@ -360,6 +360,27 @@ class RouteCompiler:
         )
 
 
+class _Wait:
+    """A wait for last bytes.
+
+    Attributes:
+        number: Its number.
+        ends: Ends of connections over which none of the awaited bytes can come. The transport that waits looks at them
+            each time.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ends: set[bytes] = set()
+        self._listed: dict[PeerId, tuple[bytes, ...]] = {}
+
+    def note(self, effect: ef.NoteEnds) -> None:
+        """Take the ends that a rank lists, in place of those that it has listed before."""
+        self._listed[effect.peer] = effect.ends
+        self.ends.clear()
+        self.ends.update(*self._listed.values())
+
+
 class PeerProofs:
     """Finds out whether a silent prefill rank still exists, and waits until its writes can no longer land.
 
@@ -371,7 +392,7 @@ class PeerProofs:
     def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
         self._context = context
         self._backend = backend
-        self._landing: set[tuple[PeerId, int]] = set()
+        self._waits: dict[tuple[PeerId, int | None], _Wait] = {}
 
     def probe(self, effect: ef.ProbePeer) -> None:
         """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
@@ -382,19 +403,26 @@ class PeerProofs:
 
         Dispatches FenceImpossible if that can never be known.
         """
-        self._context.start_task(self._fence, effect)
+        wait = self._waits[effect.peer, None] = _Wait(effect.number)
+        self._context.start_task(self._fence, effect, wait)
 
     def await_landing(self, effect: ef.WaitForLanding) -> None:
         """Wait until nothing that the peer has in flight for a transfer can land, and dispatch Landed, if ever."""
         key = (effect.peer, effect.drained.generation)
-        if key not in self._landing:
-            self._landing.add(key)
-            self._context.start_task(self._await_landing, effect, key)
+        if key not in self._waits:
+            wait = self._waits[key] = _Wait(effect.number)
+            self._context.start_task(self._await_landing, effect, wait)
 
-    async def _await_landing(self, effect: ef.WaitForLanding, key: tuple[PeerId, int]) -> None:
+    def note_ends(self, effect: ef.NoteEnds) -> None:
+        """Leave sound connections of a living rank out of the waits that had begun when it was asked for them."""
+        for wait in self._waits.values():
+            if wait.number <= effect.number:
+                wait.note(effect)
+
+    async def _await_landing(self, effect: ef.WaitForLanding, wait: _Wait) -> None:
         drained = effect.drained
-        has_landed = await self._backend.outlast(drained.in_flight, drained.ends)
-        self._landing.discard(key)
+        has_landed = await self._backend.outlast(drained.in_flight, wait.ends, is_alive=True)
+        del self._waits[effect.peer, drained.generation]
         if has_landed:
             self._context.dispatch(ev.Landed(effect.peer, drained.room, drained.generation))
 
@@ -403,6 +431,7 @@ class PeerProofs:
         is_gone = await self._context.ports.control.is_refused(effect.endpoint, timeout_s)
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
 
-    async def _fence(self, effect: ef.WaitForFence) -> None:
-        is_fenced = await self._backend.outlast(effect.domain)
+    async def _fence(self, effect: ef.WaitForFence, wait: _Wait) -> None:
+        is_fenced = await self._backend.outlast(effect.domain, wait.ends)
+        self._waits.pop((effect.peer, None), None)
         self._context.dispatch(ev.PeerFenced(effect.peer) if is_fenced else ev.FenceImpossible(effect.peer))

@@ -14,7 +14,7 @@ from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import Drained, Message, Notice, PeerId
+from kvflow.wire.messages import MAX_ENDS, Message, Notice, PeerId, Pong
 
 __all__ = ["Submit"]
 
@@ -68,10 +68,10 @@ class Submit:
         return self._has_lingered or bool(self._posts)
 
     def with_ends(self, peer: PeerId | None, message: Message) -> Message:
-        """Add to a Drained with bytes in flight the connections to the peer over which there are none."""
-        if peer is None or not isinstance(message, Drained) or not message.in_flight:
+        """Add the sound connections to the peer to a Pong that must list them."""
+        if peer is None or not isinstance(message, Pong) or not message.asks_ends:
             return message
-        return replace(message, ends=self._backend.ends_to(self._agents.of(peer)))
+        return replace(message, ends=self._backend.ends_to(self._agents.of(peer))[:MAX_ENDS])
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece, and dispatch PostEnded when the post has ended.

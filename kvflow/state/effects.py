@@ -30,6 +30,7 @@ __all__ = [
     "DropPlan",
     "LogEvent",
     "LookUp",
+    "NoteEnds",
     "Piece",
     "PieceSlots",
     "PlanPiece",
@@ -260,21 +261,39 @@ class WaitForFence(msgspec.Struct, frozen=True):
 
     Attributes:
         domain: Fence domain from the process's Welcome.
+        number: Number of the wait, which is larger than that of every earlier one.
     """
 
     peer: PeerId
     domain: bytes = b""
+    number: int = 0
 
 
 class WaitForLanding(msgspec.Struct, frozen=True):
     """Wait until nothing that a living process has in flight for a transfer can still land, then report Landed.
 
     Attributes:
-        drained: Its message, which says where to look.
+        drained: Its message, which says where to look. It is repeated while this wait lasts.
+        number: Number of the wait, which is larger than that of every earlier one.
     """
 
     peer: PeerId
     drained: Drained
+    number: int
+
+
+class NoteEnds(msgspec.Struct, frozen=True):
+    """In waits for last bytes up to a number, leave out the sound connections that a living rank has listed since.
+
+    Attributes:
+        peer: The rank; these replace the ends that it has listed before.
+        number: Only waits up to this one had begun when the rank was asked.
+        ends: Its ends of these connections.
+    """
+
+    peer: PeerId
+    number: int
+    ends: tuple[bytes, ...]
 
 
 class WatchNotices(msgspec.Struct, frozen=True):
@@ -405,6 +424,7 @@ DecodeEffect = (
     | ProbePeer
     | WaitForFence
     | WaitForLanding
+    | NoteEnds
     | WatchNotices
     | VerifyDigests
     | ScatterStaged

@@ -10,7 +10,7 @@ Version history:
        ranks of other instances. Rooms may be strings. Announce is new. Announce, Grant and Decline may have a
        capability. Every text, number and collection has a bound; a lease is at most ten minutes. Page tables are
        packed (`kvflow.geometry.packed_pages`); long ones are asked for with PagesQuery and come as GrantedPages.
-       Welcome tells the limits of prefill.
+       Welcome tells the limits of prefill. A Ping may ask for the ends of data connections.
 
 Rules for changes: the tag is the first field; a new field has a default; a field never changes its meaning; a message
 that an old peer cannot ignore needs a new version.
@@ -108,6 +108,9 @@ MAX_DETAIL = 1_024
 """Maximum length of a failure detail, in characters. Both sender and receiver truncate longer ones."""
 
 MAX_DOMAIN_BYTES = 256
+
+MAX_ENDS: Final = 256
+"""Maximum number of data connections that a Pong lists."""
 
 PAGES_INLINE: Final = 8_192
 """Maximum number of pages in the page tables that a Grant itself carries."""
@@ -635,7 +638,6 @@ class Drained(Message, frozen=True, tag="drained"):
         in_flight: If not empty, the sender writes nothing more, but bytes of failed writes may still land, and this is
             where they can be seen (`kvflow.backends.base.Backend.domain`). The receiver answers with Cancel when none
             can land any more.
-        ends: Over which connections none of them is in flight, see `kvflow.backends.base.Backend.ends_to`.
     """
 
     room: WireRoom
@@ -643,7 +645,6 @@ class Drained(Message, frozen=True, tag="drained"):
     engine_rank: Count
     failure: Failure | None = None
     in_flight: Annotated[bytes, msgspec.Meta(max_length=MAX_DOMAIN_BYTES)] = b""
-    ends: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=18)], ...], msgspec.Meta(max_length=64)] = ()
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -666,15 +667,30 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Decode -> prefill: I am alive. Prefill -> decode, when another process claims to be that rank: are you alive?"""
+    """Decode -> prefill: I am alive. Prefill -> decode, when another process claims to be that rank: are you alive?
+
+    Attributes:
+        peer: The sender.
+        asks_ends: From decode: if not 0, the Pong repeats this number and has `ends`. It grows with each wait for last
+            bytes.
+    """
 
     peer: PeerId
+    asks_ends: Number = 0
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """Either direction: answers a Ping."""
+    """Either direction: answers a Ping.
+
+    Attributes:
+        peer: The sender.
+        asks_ends: As in the Ping that is answered.
+        ends: From prefill, if asked: its sound data connections, see `kvflow.backends.base.Backend.ends_to`.
+    """
 
     peer: PeerId
+    asks_ends: Number = 0
+    ends: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=18)], ...], msgspec.Meta(max_length=MAX_ENDS)] = ()
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):

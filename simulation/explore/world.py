@@ -468,7 +468,7 @@ class SmallWorld:
                 self._check_received(number, effect)
             case ef.Connect() | ef.Disconnect() | ef.WatchNotices() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # connections exist as soon as something is sent over them
-            case ef.WaitForFence() | ef.WaitForLanding() | ef.VerifyDigests():
+            case ef.WaitForFence() | ef.WaitForLanding() | ef.NoteEnds() | ef.VerifyDigests():
                 raise PromiseBroken("explored worlds have no digests and no fences", effect=type(effect).__name__)
             case _:
                 assert_never(effect)

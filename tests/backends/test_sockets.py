@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 import anyio
@@ -17,7 +18,7 @@ from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import Connections
+from kvflow.backends.sockets import Connections, Elsewhere
 from kvflow.hosts import is_own_address
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
@@ -210,6 +211,34 @@ def test_an_address_of_a_table_is_told_from_those_of_other_hosts(digits: str, is
     if sys.byteorder == "big":
         pytest.skip("the kernel prints words as they are in memory")
     assert is_own_address(sockets.address_of(digits)) is is_own
+
+
+FAR_ENDS = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 02024D0A:4038 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 11 1 0 100 0 0 10 0
+   1: 02024D0A:4038 02014D0A:8BA8 01 00000000:00000000 00:00000000 00000000     0        0 12 1 0 20 4 30 10 -1
+   2: 02024D0A:4038 02014D0A:9300 01 00000000:00000000 00:00000000 00000000     0        0 13 1 0 20 4 30 10 -1
+   3: 02024D0A:4038 02034D0A:9300 01 00000000:00000000 00:00000000 00000000     0        0 14 1 0 20 4 30 10 -1
+"""
+"""A kernel's table of idle connections with two processes on 10.77.1.2, and with one on another host."""
+
+
+def test_connections_with_another_host_need_not_end_once_a_living_process_lists_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    table = tmp_path / "tcp"
+    table.write_text(FAR_ENDS)
+    monkeypatch.setattr(sockets, "TABLES", (table,))
+    spared: set[bytes] = set()
+    host = socket.inet_aton("10.77.1.2")
+    seen = (frozenset[int](), frozenset({0x4038}), frozenset({host}))
+    elsewhere = Elsewhere.of(seen, b"kernel " + host.hex().encode(), spared)
+    connections = Connections(elsewhere=elsewhere)
+    assert not connections.are_dry()
+    spared.add(host + 0x8BA8.to_bytes(2, "big"))
+    assert not connections.are_dry()
+    table.write_text(FAR_ENDS.replace("9300 01", "9300 08"))  # closed by the far end, and read
+    assert connections.are_dry()
 
 
 async def outlast(backend: Backend, domain: bytes | None = None) -> bool:

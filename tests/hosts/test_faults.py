@@ -139,11 +139,8 @@ def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
     assert_served(deployment, deployment.mark("50 ms more from decode to prefill"))
 
 
-STUCK: Final = pytest.mark.xfail(reason="a decode room may wait for an operator, see docs/failure-model.md")
-
-
 @slow
-@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=STUCK)])
+@both
 @pytest.mark.timeout(240)
 def test_pages_are_safe_after_a_partition(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend)
@@ -198,15 +195,16 @@ def test_pages_of_a_killed_prefill_come_back(deploy: Deploy, backend: str) -> No
 
 
 @slow
+@both
 @pytest.mark.parametrize(
-    ("backend", "fault", "duration_s"),
+    ("fault", "duration_s"),
     [
-        ("nixl", "partition", 60.0),
-        *(
-            (backend, *fault)
-            for backend in ("nixl", "mooncake")
-            for fault in (("half-open-data", 0.0), ("power-off", 6.0), ("stop-prefill", 40.0), ("stop-decode", 40.0))
-        ),
+        ("partition", 60.0),
+        ("kill", 0.0),
+        ("half-open-data", 0.0),
+        ("power-off", 6.0),
+        ("stop-prefill", 40.0),
+        ("stop-decode", 40.0),
     ],
 )
 @pytest.mark.timeout(240)

@@ -11,6 +11,7 @@ from kvflow.backends import shared
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.decode import DecodeRank
 from kvflow.stages import aggregate
+from kvflow.stages.bootstrap import PeerProofs
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
 from kvflow.state.decode import core as decode_core
@@ -520,6 +521,10 @@ def announced_rooms_are_said_to_hold_pages(patch: Patch) -> None:
     patch.setattr(DecodeRank, "open_transfer", open_transfer)
 
 
+def sound_connections_of_the_living_must_end(patch: Patch) -> None:
+    patch.setattr(PeerProofs, "note_ends", lambda _self, _effect: None)
+
+
 FAULTS: Final[tuple[Fault, ...]] = (
     abort_releases_pages,
     failure_releases_pages,
@@ -573,4 +578,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
     declines_of_announced_rooms_are_not_heard,
     pages_of_announced_rooms_are_not_held,
     announced_rooms_are_said_to_hold_pages,
+    sound_connections_of_the_living_must_end,
 )

@@ -78,6 +78,7 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "declines_of_announced_rooms_are_not_heard": "kvflow-decode-that-has-no-pages-yet",
         "pages_of_announced_rooms_are_not_held": 1,
         "announced_rooms_are_said_to_hold_pages": 10,
+        "sound_connections_of_the_living_must_end": 113,
         "errors_lose_the_remaining_effects": 5,
     }
 )

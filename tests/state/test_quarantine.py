@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import WaitForFence, WaitForLanding
+from kvflow.state.effects import NoteEnds, WaitForFence, WaitForLanding
 from kvflow.state.quarantine import NO_MEMORY, Footprint, ProofKind, Quarantine
-from kvflow.wire.messages import Cancel, Drained, Failed, Pong
+from kvflow.wire.messages import Cancel, Drained, Failed, Ping, Pong
 from tests.support.cores import (
     ABORTED,
     DECODE,
@@ -291,7 +291,7 @@ def test_where_the_transport_looks_is_what_the_prefill_rank_has_said() -> None:
     core = DecodeDriver(ends_with_process=False)
     core.connect(PREFILL, domain=b"a kernel")
     core(request())
-    assert WaitForFence(PREFILL, b"a kernel") in core(GONE)
+    assert WaitForFence(PREFILL, b"a kernel", 1) in core(GONE)
 
 
 def test_the_end_of_a_process_does_not_count_where_the_settings_say_so() -> None:
@@ -328,13 +328,36 @@ def test_what_a_living_rank_has_in_flight_is_waited_for_and_then_it_answers_with
     core.connect(PREFILL)
     core(request())
     core(ev.ReceiveAborted(ROOM, ABORTED))
-    in_flight = replace(DRAINED, in_flight=b"a kernel", ends=(b"end",))
+    in_flight = replace(DRAINED, in_flight=b"a kernel")
     effects = core(ev.MessageReceived(PREFILL, in_flight))
-    assert of_kind(effects, WaitForLanding) == [WaitForLanding(PREFILL, in_flight)]
+    assert of_kind(effects, WaitForLanding) == [WaitForLanding(PREFILL, in_flight, 1)]
     assert reports(effects) == []
     effects = core(ev.Landed(PREFILL, ROOM, 1))
     assert [message.has_landed for _, message in messages(effects, Cancel) if isinstance(message, Cancel)] == [True]
     assert reports(core(ev.MessageReceived(PREFILL, DRAINED))) == [("aborted", "safe")]
+
+
+def test_living_ranks_are_asked_for_their_sound_connections_while_pages_wait_for_proofs() -> None:
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+
+    def asked() -> list[int]:
+        sent = messages(core.sleep(Timeouts().ping_s), Ping)
+        return [message.asks_ends for _, message in sent if isinstance(message, Ping)]
+
+    core(request())
+    assert asked() == [0]
+    core(ev.ReceiveAborted(ROOM, ABORTED))
+    assert asked() == [0], "no wait for last bytes has begun"
+    core(ev.MessageReceived(PREFILL, replace(DRAINED, in_flight=b"a kernel")))
+    assert asked() == [1]
+    core(ev.MessageReceived(PREFILL, replace(DRAINED, in_flight=b"a kernel")))
+    assert asked() == [2]
+    pong = Pong(peer=PREFILL, asks_ends=2, ends=(b"end",))
+    assert core(ev.MessageReceived(PREFILL, pong)) == [NoteEnds(PREFILL, 2, (b"end",))]
+    assert core(ev.MessageReceived(PREFILL, replace(pong, asks_ends=3))) == [], "nobody has asked for it"
+    core(ev.MessageReceived(PREFILL, DRAINED))
+    assert asked() == [0]
 
 
 @pytest.mark.parametrize("domain", [b"", b"a kernel"])

@@ -114,12 +114,10 @@ MESSAGES: Final[dict[str, wm.Message]] = {
     "slot_query": wm.SlotQuery(room=7, generation=8, engine_rank=1, seq=2),
     "ack": wm.Ack(room=7, generation=8),
     "cancel": wm.Cancel(room=7, generation=8, failure=FAILURE, has_landed=True),
-    "drained": wm.Drained(
-        room=7, generation=8, engine_rank=1, failure=FAILURE, in_flight=b"a kernel", ends=(b"\x0a\x00\x00\x01\x10\x00",)
-    ),
+    "drained": wm.Drained(room=7, generation=8, engine_rank=1, failure=FAILURE, in_flight=b"a kernel"),
     "failed": wm.Failed(room=7, generation=8, engine_rank=1, failure=FAILURE, drained=True),
-    "ping": wm.Ping(peer=DECODE),
-    "pong": wm.Pong(peer=PREFILL),
+    "ping": wm.Ping(peer=DECODE, asks_ends=3),
+    "pong": wm.Pong(peer=PREFILL, asks_ends=3, ends=(b"\x0a\x00\x00\x01\x10\x00",)),
     "goodbye": wm.Goodbye(peer=PREFILL, failure=FAILURE, fenced=True),
 }
 """Messages by their tag on the wire."""

@@ -191,8 +191,10 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.SlotQuery: st.builds(wm.SlotQuery, engine_rank=counts, seq=counts, **transfer_ids),
     wm.SlotReleased: st.builds(wm.SlotReleased, engine_rank=counts, seq=counts, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=counts, failure=failures, drained=st.booleans(), **transfer_ids),
-    wm.Ping: st.builds(wm.Ping, peer=peers),
-    wm.Pong: st.builds(wm.Pong, peer=peers),
+    wm.Ping: st.builds(wm.Ping, peer=peers, asks_ends=counts),
+    wm.Pong: st.builds(
+        wm.Pong, peer=peers, asks_ends=counts, ends=st.lists(st.binary(max_size=18), max_size=3).map(tuple)
+    ),
     wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures, fenced=st.booleans()),
 }
 

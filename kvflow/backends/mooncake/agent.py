@@ -30,9 +30,6 @@ REPLACEMENTS_AT_ONCE: Final = 8
 REPLACEMENTS_PER_S: Final = 1 / 15
 """Limits on replacing engines, per principal: destroying one holds the GIL for a second."""
 
-MAX_ENDS: Final = 64
-"""Maximum number of connections that are listed for a peer."""
-
 CLOSE_POLL_S: Final = 1e-3
 
 
@@ -110,9 +107,8 @@ class Agent:
         connection = self._connections.get(peer)
         if connection is None:
             return ()
-        sockets = connection.engine.sockets
-        ends = sockets.local_ends(sockets.watched())
-        return ends if len(ends) <= MAX_ENDS else ()
+        engines = self._engines.copy()  # another thread calls this
+        return tuple(end for engine in engines for end in engine.sockets.ends_at(connection.host))
 
     def library_sockets(self) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
         """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far."""

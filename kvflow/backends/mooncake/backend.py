@@ -230,19 +230,19 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
         return () if self._agent is None else self._agent.ends_to(peer)
 
     @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
         """Implement the contract for TCP and host memory. For device memory, data may be read but not yet copied.
 
         A connection whose far end is on another host is only known to be dry once it is closed.
         """
         own = self.domain()
-        if not own or (ends is not None and not domain):
+        if not own or (is_alive and not domain):
             return False
         try:
             drain = self._socket_drain
             if domain and not is_same_kernel(domain, own):
                 sockets = await self._call(lambda agent: agent.library_sockets())
-                drain = SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends or ()))
+                drain = SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends))
             await drain.wait()
         except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("mooncake_connections_unknown", detail=str(error))

@@ -139,6 +139,11 @@ class PeerConnection(Generic[AnyWriter]):
         self._unended: dict[int, Post] = {}
 
     @property
+    def host(self) -> str:
+        """The peer's host, as in its session."""
+        return self._session.rpartition(":")[0]
+
+    @property
     def is_active(self) -> bool:
         """Whether there is anything to start or poll."""
         return bool(self._posts or self._running)

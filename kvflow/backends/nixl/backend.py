@@ -209,12 +209,12 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         return () if self._agent is None else self._agent.ends_to(peer)
 
     @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] | None = None) -> bool:
+    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
         """Implement the contract for host memory.
 
         On one kernel, it shows both ends of the connections. Connections with another host must be closed and read.
         """
-        if ends is None and self.capabilities.ends_with_process:
+        if self.capabilities.ends_with_process and not is_alive:
             return True
         own = self.domain()
         if not domain or not own:
@@ -224,7 +224,7 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
                 await self._socket_drain.wait()
             else:
                 sockets = await self._call(_sockets_of)
-                await SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends or ())).wait()
+                await SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends)).wait()
             await self._call(lambda agent: agent.poll())  # after this poll, everything that was read has been stored
         except (OSError, BackendError) as error:
             get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))

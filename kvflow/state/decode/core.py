@@ -230,14 +230,14 @@ class DecodeCore:
             case Notice():
                 return self.rooms.notice(message, peer, now)
             case Drained() if message.in_flight:
-                return self.rooms.in_flight(peer, message)
+                return self.rooms.in_flight(peer, message, self.peers.begin_wait())
             case Drained():
                 answered = self.instances.decline_answered(peer, message, now)
                 return [*answered, *self.rooms.drained(peer, message, now)]
             case Failed():
                 return self.rooms.failed(peer, message, now)
             case Pong():
-                return []
+                return self.peers.listed_ends(peer, message)
             case Ping():
                 return self.peers.send(peer, Pong(peer=self.me))
             case Welcome():
@@ -305,7 +305,10 @@ class DecodeCore:
         return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
 
     def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        return [*self.peers.probe(peer), *self.peers.ping(peer, now)]
+        return [*self.peers.probe(peer), *self._ping(peer, now)]
+
+    def _ping(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+        return self.peers.ping(peer, now, asks_ends=bool(self.rooms.unproved))
 
     def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
         """Give up a rank because one side refuses the other's key."""
@@ -370,7 +373,7 @@ class DecodeCore:
             case LeaseCheck(peer):
                 return self._check_lease(peer, now, late_s)
             case PingDue(peer):
-                return self.peers.ping(peer, now)
+                return self._ping(peer, now)
             case ProbeDue(peer):
                 return self.peers.probe_suspect(peer)
             case QueuePairsGone(peer):

@@ -7,13 +7,22 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from kvflow.state.decode.windows import StagingWindows
-from kvflow.state.effects import Connect, DecodeEffect, Disconnect, LogEvent, ProbePeer, SendMessage, WaitForFence
+from kvflow.state.effects import (
+    Connect,
+    DecodeEffect,
+    Disconnect,
+    LogEvent,
+    NoteEnds,
+    ProbePeer,
+    SendMessage,
+    WaitForFence,
+)
 from kvflow.state.peers import Peer
 from kvflow.state.quarantine import MissingProof, ProofKind
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Message, PeerId, Ping, StagingWindow, Welcome
+from kvflow.wire.messages import Message, PeerId, Ping, Pong, StagingWindow, Welcome
 
 __all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue", "QueuePairsGone"]
 
@@ -92,6 +101,7 @@ class PrefillPeers:
         self._fencing: OrderedDict[PeerId, bool] = OrderedDict()
         self._origins: OrderedDict[PeerId, Origin] = OrderedDict()
         self._is_short_of_windows = False
+        self._num_waits = 0
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -210,10 +220,17 @@ class PrefillPeers:
         self._timers.clear(PeerForgotten(peer))
         return True
 
-    def ping(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Ping a rank, even a silent one: if it was only partitioned, its answer restores it."""
+    def ping(self, peer: PeerId, now: float, *, asks_ends: bool) -> list[DecodeEffect]:
+        """Ping a rank, even a silent one: if it was only partitioned, its answer restores it.
+
+        Args:
+            peer: The rank.
+            now: The time.
+            asks_ends: Whether pages wait for proofs, perhaps because its sound connections look like others that
+                must end.
+        """
         self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
-        return self.send(peer, Ping(peer=self._me))
+        return self.send(peer, Ping(peer=self._me, asks_ends=self._num_waits if asks_ends else 0))
 
     def lost(self, peer: PeerId, now: float) -> None:
         """Note that a rank is silent; it is forgotten later unless it is heard again or its proof is awaited."""
@@ -284,7 +301,17 @@ class PrefillPeers:
             self._timers.set_once(QueuePairsGone(peer), now + queue_pairs_s)
         asks = self._proofs.process_end
         _remember(self._fencing, peer, asks)
-        return False, [WaitForFence(peer, self.origin(peer).domain)] if asks else []
+        return False, [WaitForFence(peer, self.origin(peer).domain, self.begin_wait())] if asks else []
+
+    def begin_wait(self) -> int:
+        """Return the number of a new wait for last bytes. Living ranks are then asked which connections are sound."""
+        self._num_waits += 1
+        return self._num_waits
+
+    def listed_ends(self, peer: PeerId, pong: Pong) -> list[DecodeEffect]:
+        """Leave the sound connections of a living rank out of the waits that had begun when it was asked."""
+        is_asked = 0 < pong.asks_ends <= self._num_waits
+        return [NoteEnds(peer, pong.asks_ends, pong.ends)] if is_asked else []
 
     def fence_impossible(self, peer: PeerId) -> None:
         """Note that the transport cannot tell when the last writes of a terminated process have landed."""

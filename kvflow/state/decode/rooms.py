@@ -89,6 +89,7 @@ class Rooms:
         rooms: Rooms by generation.
         generations: Generations by room, without rooms in quarantine.
         announced: Generations of rooms that have no pages yet.
+        unproved: Generations of ended transfers whose pages are not safe.
         held: Pages of all rooms.
     """
 
@@ -98,6 +99,7 @@ class Rooms:
         self.rooms: dict[int, Room] = {}
         self.generations: dict[RoomId, int] = {}
         self.announced: dict[int, None] = {}
+        self.unproved: dict[int, None] = {}
         self._by_peer: ByPeer[int] = ByPeer()
         self._context = context
         self._timeouts = settings.timeouts
@@ -235,12 +237,12 @@ class Rooms:
             return [] if is_late else [CountAnomaly("drained_of_unknown_transfer", peer, drained.room)]
         return self._follow(room, room.drained(peer, drained.failure), now)
 
-    def in_flight(self, peer: PeerId, drained: Drained) -> list[DecodeEffect]:
-        """Wait until what a rank still has in flight for a room has landed."""
+    def in_flight(self, peer: PeerId, drained: Drained, number: int) -> list[DecodeEffect]:
+        """Wait until what a rank still has in flight for a room has landed; `number` is that of the wait."""
         room = self._find(drained.room, drained.generation)
         if room is None or not room.involves(peer):
             return self._answer_closed(drained.room, drained.generation, peer, "drained_of_unknown_transfer")
-        return [WaitForLanding(peer, drained)]
+        return [WaitForLanding(peer, drained, number)]
 
     def landed(self, event: Landed) -> list[DecodeEffect]:
         """Tell a rank that nothing that it had in flight for a room can land any more; it answers with Drained."""
@@ -403,6 +405,7 @@ class Rooms:
             room.num_retransmits = 0
             self._timers.clear(ReceiveDeadline(generation))
             if not room.state.is_safe:
+                self.unproved[generation] = None
                 self._timers.set(ReceiveUnanswered(generation), now + self._timeouts.retransmit_s)
             if room.failure is not None and not room.granted:
                 effects = [*effects, *self._context.decline(room, room.failure, now)]
@@ -422,6 +425,7 @@ class Rooms:
             self._timers.clear(ReceiveUnanswered(generation))
             self._closed.close(generation, _Ended(room.room, room.told, room.failure))
             self.announced.pop(generation, None)
+            self.unproved.pop(generation, None)
             self.rooms.pop(generation, None)
             self._by_peer.remove(generation)
         return effects

@@ -561,7 +561,7 @@ class PrefillCore:
                 self.slots.released(peer.id, message)
                 return []
             case Ping():
-                return [Reply(peer.connection, Pong(peer=self.me))]
+                return [Reply(peer.connection, Pong(peer=self.me, asks_ends=message.asks_ends))]
             case Pong():
                 return self._is_alive(peer)
             case Cancel():

@@ -255,7 +255,7 @@ def test_death_proves_nothing_if_bytes_can_outlive_it() -> None:
     core(request())
     effects = core(GONE)
     assert reports(effects) == [("failed", "draining")]
-    assert WaitForFence(PREFILL) in effects
+    assert WaitForFence(PREFILL, number=1) in effects
     assert reports(core.sleep(5.0)) == [("failed", "quarantined")]
 
 
