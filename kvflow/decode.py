@@ -430,12 +430,14 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         # Cheaper by a large factor than reading random bytes from the system each time.
         number = generation.to_bytes(8, "little")
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
-        event = msgspec.structs.replace(opened, generation=generation, secret=secret)
         if wanted is None:
+            event = msgspec.structs.replace(opened, generation=generation, secret=secret)
             self.open_transfer(generation, receiver, event, Memory.SAFE)
             return generation
         event = msgspec.structs.replace(
-            event,
+            opened,
+            generation=generation,
+            secret=secret,
             ranges=wanted.ranges,
             pages=wanted.pages,
             timeout_s=wanted.timeout_s,
@@ -570,7 +572,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         receiver = self._transfers.get(effect.generation)
         if receiver is not None and effect.received is not None:
             receiver.take(effect.received)
-            self._times.add(Stage.AGGREGATE, self._ports.now() - effect.received.first_notice_at)
+            self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         if effect.memory is Memory.SAFE:
             self._aggregate.drop(effect.generation)
         self._report(effect.generation, effect)

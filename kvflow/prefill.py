@@ -320,15 +320,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._reject(connection, error, sum(map(len, frames)))
             return
         is_too_much = self._authorizer.is_too_much(connection, unread)
-        if not is_too_much and not self._is_dropped(connection, unread):
+        if not is_too_much and not (unread.kind in DIRECTORY_KINDS and self._is_dropped(connection, unread)):
             self._reading.take(connection, unread)
         elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
             self._rejections.add(connection, len(unread.data), is_repeated=unread.kind is Hello)
 
     def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
-        if unread.kind not in DIRECTORY_KINDS:
-            return False
         if self._directory is not None:
             return self._directory.is_too_much(connection, unread)
         detail = f"{self.me.rank} does not answer for its instance: it has a registry"

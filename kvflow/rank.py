@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
@@ -58,6 +58,7 @@ from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quaranti
 from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
+from kvflow.state.timers import Timers
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust, short
@@ -98,6 +99,8 @@ class Core(Protocol[Event_contra, Effect_co]):
     """The common interface of both cores; see `kvflow.state`."""
 
     quarantine: Quarantine
+    timers: Timers[Hashable]
+    """Their earliest one says when the core needs a `TimePassed` event."""
 
     def handle(self, event: Event_contra, now: float, /) -> Sequence[Effect_co]:
         """Handle an event, and return the resulting effects.
@@ -106,9 +109,6 @@ class Core(Protocol[Event_contra, Effect_co]):
             LocalProtocolError, CapacityExceeded, RankDraining: The engine's request is not allowed; nothing has
                 changed.
         """
-
-    def next_deadline(self) -> float | None:
-        """Return when the core needs a `TimePassed` event; None for never."""
 
     def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
         """Return the missing proofs for a transfer's pages."""
@@ -198,7 +198,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._backend.keep(self._staging)
             self._open()
             self._alarm = Alarm(
-                self._core.next_deadline, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag
+                self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag
             )
             self._resources.callback(self._alarm.close)
             self._resources.callback(self._pulse.close)
@@ -640,16 +640,17 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             return
         was_pending, was_settled, before = transfer.outcome is Outcome.PENDING, transfer.is_settled, transfer.memory
         transfer.report(effect.outcome, effect.memory, effect.failure)
-        is_decided = was_pending and transfer.outcome is not Outcome.PENDING
-        if is_decided and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
+        is_quarantined = effect.memory is Memory.QUARANTINED
+        is_over = effect.outcome is not Outcome.PENDING
+        if was_pending and is_over and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
             log_transfer(self._log, transfer.log_line())
-        if transfer.is_quarantined and before is not Memory.QUARANTINED:
+        if is_quarantined and before is not Memory.QUARANTINED:
             self._log_quarantined(key, transfer)
-        elif before is Memory.QUARANTINED and not transfer.is_quarantined:
+        elif before is Memory.QUARANTINED and not is_quarantined:
             self._log.info("quarantine_left", room=transfer.room, quarantined=len(self._core.quarantine))
-        if effect.memory is Memory.SAFE and effect.outcome is not Outcome.PENDING:
+        if effect.memory is Memory.SAFE and is_over:
             del self._transfers[key]
-        if transfer.is_settled and not was_settled:
+        if is_over and not was_settled and (is_quarantined or effect.memory is Memory.SAFE):
             self._num_unsettled -= 1
             if not self._num_unsettled:
                 self._settled.set()

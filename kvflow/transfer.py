@@ -205,7 +205,8 @@ class Transfer(abc.ABC):
             self._settled.set()
         if memory is Memory.SAFE:
             self._safe.set()
-        self.tell_engine()
+        if self.on_change is not None:
+            self.tell_engine()
 
     def tell_engine(self) -> None:
         """Call `on_change`."""

@@ -190,7 +190,7 @@ class RouteBlocks:
         counts = [segment.num_blocks for segment in segments]
         if not 0 < sum(counts) <= MAX_BLOCKS:
             return None
-        num_bytes = sum(count * segment.starts.block_bytes for count, segment in zip(counts, segments, strict=True))
+        num_bytes = sum([count * segment.starts.block_bytes for count, segment in zip(counts, segments, strict=True)])
         src = [np.add.outer(segment.starts.src, segment.src).ravel() for segment in segments]
         dst = [np.add.outer(segment.starts.dst, segment.dst).ravel() for segment in segments]
         if len(segments) == 1:

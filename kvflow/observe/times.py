@@ -33,7 +33,3 @@ class StageTimes:
     """
 
     stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})
-
-    def add(self, stage: Stage, seconds: float) -> None:
-        """Add one duration."""
-        self.stages[stage].add(seconds)

@@ -56,7 +56,7 @@ class Aggregate:
             self._context.anomalies.count("post_on_decode_rank")
             return
         try:
-            notice = NOTICES.take([event.payload])
+            notice = NOTICES.read(NOTICES.look_at(event.payload))
         except RemoteProtocolError as error:
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
         else:
@@ -89,7 +89,7 @@ class Aggregate:
             except (PlanError, MemoryError) as error:
                 detail = f"{effect.rank.peer.rank}: {str(error) or 'out of memory'}"
                 failure = self._context.failure(FailureReason.PROTOCOL, Stage.AGGREGATE, detail)
-            self._context.times.add(Stage.AGGREGATE, self._context.now() - began)
+            self._context.times.stages[Stage.AGGREGATE].add(self._context.now() - began)
         self._context.dispatch(Scattered(effect.opened.generation, effect.notice, failure))
 
     def _scatter_work(self, effect: ScatterStaged) -> PackWork:

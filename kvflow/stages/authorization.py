@@ -92,7 +92,7 @@ class Authorizer:
         """Return why a message must be rejected; empty if it is allowed."""
         if isinstance(message, Hello):
             return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
-        if not isinstance(message, Grant | Announce | Decline):
+        if not isinstance(message, (Grant, Announce, Decline)):
             return ""
         peer = self._peer_at(connection)
         if peer is None and isinstance(message, Decline) and message.peer is not None:

@@ -137,7 +137,7 @@ class HelloChecks:
                 checked = ev.HelloChecked(connection, hello, None, str(error) or "out of memory")
             else:
                 checked = ev.HelloChecked(connection, hello, link)
-            self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
+            self._context.times.stages[Stage.BOOTSTRAP].add(self._context.now() - began)
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
@@ -343,7 +343,7 @@ class RouteCompiler:
                 compiled = ev.RoutesCompiled(effect.instance, effect.attempt, (), str(error) or "out of memory")
             else:
                 compiled = ev.RoutesCompiled(effect.instance, effect.attempt, routes)
-            self._context.times.add(Stage.BOOTSTRAP, self._context.now() - began)
+            self._context.times.stages[Stage.BOOTSTRAP].add(self._context.now() - began)
         self._context.dispatch(compiled)
 
     def compile(self, effect: ef.CompileRoutes) -> tuple[ev.RankRoute, ...]:

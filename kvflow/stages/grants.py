@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from typing import Final
 
 from kvflow.config import Limits
 from kvflow.gate import GrantGate, GrantId
@@ -31,6 +32,9 @@ RankMessage = (
     Hello | Goodbye | Refuse | Announce | Grant | GrantedPages | Decline | Ack | Cancel | SlotReleased | Ping | Pong
 )
 """Messages from decode ranks."""
+
+
+COLLECTED: Final = (Grant, GrantedPages, Cancel, Decline)
 
 
 class GrantCollector:
@@ -69,7 +73,7 @@ class GrantCollector:
         Raises:
             RemoteProtocolError: No honest peer sends this message.
         """
-        if not isinstance(message, Grant | GrantedPages | Cancel | Decline):
+        if not isinstance(message, COLLECTED) or (isinstance(message, Grant) and not message.num_pages):
             return False
         peer, now = self._core.peer_at(connection), self._context.now()
         if peer is None:
@@ -83,7 +87,7 @@ class GrantCollector:
             if not self._gate.drop(grant_id):
                 return False
             self._context.dispatch(ev.MessageArrived(connection, message, was_new=True))
-        elif not message.num_pages or not self._core.needs_pages(connection, message):
+        elif not self._core.needs_pages(connection, message):
             return False
         elif not self._gate.receive(connection, self._core.taker(peer), grant_id, message, now):
             self._context.anomalies.count("grant_over_share", peer, room=message.room)

@@ -135,13 +135,13 @@ class Planning:
     def post_piece(self, piece: Piece) -> None:
         """Plan a piece on the event loop, and post it."""
         began = self._context.now()
-        self._context.times.add(Stage.ENQUEUE, began - piece.queued_at)
+        self._context.times.stages[Stage.ENQUEUE].add(began - piece.queued_at)
         try:
             plan = self.prepare(piece).plan()
         except (PlanError, MemoryError) as error:
             self._fail(piece, error)
             return
-        self._context.times.add(Stage.PLANNING, self._context.now() - began)
+        self._context.times.stages[Stage.PLANNING].add(self._context.now() - began)
         notice = piece.notice
         if piece.slots is not None and plan.staged is None:
             notice = replace(notice, staged=None)
@@ -150,7 +150,7 @@ class Planning:
 
     def plan_piece(self, piece: Piece) -> None:
         """Plan a piece in a worker thread, and dispatch PlanFinished or PlanFailed."""
-        self._context.times.add(Stage.ENQUEUE, self._context.now() - piece.queued_at)
+        self._context.times.stages[Stage.ENQUEUE].add(self._context.now() - piece.queued_at)
         try:
             work = self.prepare(piece)  # not in the task: the room and its tables may be gone by then
         except (PlanError, MemoryError) as error:
@@ -196,7 +196,7 @@ class Planning:
             except (PlanError, MemoryError) as error:
                 self._fail(piece, error)
                 return
-            self._context.times.add(Stage.PLANNING, self._context.now() - began)
+            self._context.times.stages[Stage.PLANNING].add(self._context.now() - began)
         self._planned[piece.delivery, piece.seq] = plan.moves
         self._context.dispatch(ev.PlanFinished(piece.delivery, piece.seq, digests, plan.staged))
 

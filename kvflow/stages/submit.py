@@ -106,7 +106,7 @@ class Submit:
                 self._has_lingered |= lingers
                 delivery, seq, began, late_s = post
                 held_s = self._context.pulse.late_s - late_s  # by the engine, not by the transport
-                self._context.times.add(Stage.SUBMIT, max(0.0, self._context.now() - began - held_s))
+                self._context.times.stages[Stage.SUBMIT].add(max(0.0, self._context.now() - began - held_s))
                 failure = None
                 if error is not None:
                     failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, error)

@@ -632,7 +632,7 @@ class TransportClosed(msgspec.Struct, frozen=True):
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """The clock reached `next_deadline()`."""
+    """The earliest of the core's `timers` is due."""
 
 
 PrefillEvent = (

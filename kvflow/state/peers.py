@@ -67,13 +67,13 @@ class Peer:
 
     def heard(self, now: float) -> bool:
         """Note that a message arrived, and renew the lease; return whether the peer was lost or suspect."""
-        is_back = not self.is_connected
+        self._heard(now)
+        if self.state is PeerState.CONNECTED:
+            return False
         if self.state is PeerState.LOST:
             self._timers.set(LeaseCheck(self.id), now + self._third_s)
-        if is_back:
-            self._apply(PeerSignal.HEARD)
-        self._heard(now)
-        return is_back
+        self._apply(PeerSignal.HEARD)
+        return True
 
     def disconnected(self) -> None:
         """Note that the connection broke."""

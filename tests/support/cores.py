@@ -188,7 +188,7 @@ class PrefillDriver:
         """Let time pass, deadline by deadline, as a clock task would. Pings to silent peers are lost."""
         effects: list[PrefillEffect] = []
         end = self.now + seconds
-        while (deadline := self.core.next_deadline()) is not None and deadline <= end:
+        while (deadline := self.core.timers.next()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
             due = self(ev.TimePassed())
             for reply in [effect for effect in of_kind(due, Reply) if isinstance(effect.message, Ping)]:
@@ -341,7 +341,7 @@ class DecodeDriver:
         """Let time pass, deadline by deadline, as a clock task would."""
         effects: list[DecodeEffect] = []
         end = self.now + seconds
-        while (deadline := self.core.next_deadline()) is not None and deadline <= end:
+        while (deadline := self.core.timers.next()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
             effects += self(ev.TimePassed())
         self.now = end

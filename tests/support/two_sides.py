@@ -303,7 +303,7 @@ class World:
         self._set_clocks(end)
 
     def _due(self, end: float) -> tuple[float, PeerId] | None:
-        deadlines = [(self.driver(rank).core.next_deadline(), rank) for rank in self.alive()]
+        deadlines = [(self.driver(rank).core.timers.next(), rank) for rank in self.alive()]
         return min([(when, rank) for when, rank in deadlines if when is not None and when <= end], default=None)
 
     def _set_clocks(self, now: float) -> None:

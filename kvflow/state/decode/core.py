@@ -84,10 +84,6 @@ class DecodeCore:
             effects.append(WatchNotices(is_watching))
         return effects
 
-    def next_deadline(self) -> float | None:
-        """Return when `TimePassed` is due; None while no timer is set."""
-        return self.timers.next()
-
     @property
     def windows(self) -> StagingWindows:
         """Staging windows and their owners."""

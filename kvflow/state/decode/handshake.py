@@ -133,16 +133,17 @@ class Instances:
 
         Serving a room means granting it, or announcing it if it has no pages yet.
         """
-        if self.is_waiting(room):  # it was announced, and has pages now
-            return []
         ref, issuer = room.opened.instance, room.opened.issuer
+        instance = self._instances.at(ref)
+        if instance is not None and room.generation in instance.waiting:  # it was announced, and has pages now
+            return []
         if issuer is not None:  # only an answer to a lookup with this number is newer than the ticket
             self._number += 1
-        if self._instances.at(ref) is None and not self._instances.make_room(ref):
+        if instance is None and not self._instances.make_room(ref):
             detail = "too many unreachable prefill instances"
             return self._rooms.fail(room, self._failure(FailureReason.CAPACITY, detail), now)
         effects = self.reconnect(ref, now)
-        instance = self._instance_at(ref)
+        instance = instance or self._instance_at(ref)
         instance.declined.pop(room.room, None)
         is_ready = self._is_ready(instance)
         if is_ready and instance.is_meant_by(room):

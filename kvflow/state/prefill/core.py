@@ -120,10 +120,6 @@ class PrefillCore:
             effects.append(AdmitChunks())
         return effects
 
-    def next_deadline(self) -> float | None:
-        """Return when `TimePassed` is due; None while no timer is set."""
-        return self.timers.next()
-
     def has_capacity(self, room: RoomId) -> bool:
         """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
         known = self.rooms.rooms.get(room)

@@ -82,6 +82,7 @@ class DecodePeer:
     """One incarnation of a decode rank, as this rank knows it.
 
     Attributes:
+        id: The incarnation.
         connection: Connection that it uses.
         attempt: Attempt number of its last handshake.
         link: What it wants from this rank.
@@ -96,6 +97,7 @@ class DecodePeer:
     """
 
     def __init__(self, peer: PeerId, timers: Timers[Hashable], kept: Kept, before: _Disconnected | None) -> None:
+        self.id = peer
         self.liveness = Peer(peer, timers)
         self.connection = b""
         self.attempt = -1
@@ -111,11 +113,6 @@ class DecodePeer:
         self._num_write_failures = 0
         self._write_failed_at = float("-inf")
         self._written_at = float("-inf")
-
-    @property
-    def id(self) -> PeerId:
-        """The incarnation."""
-        return self.liveness.id
 
     def used(self, generation: int) -> None:
         """Note that the decode rank has used a generation."""

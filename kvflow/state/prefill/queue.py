@@ -194,9 +194,9 @@ class PieceQueue:
             peer = next(iter(self.candidates))
             line, window = self._lanes[peer].next_line(), self._windows.get(peer)
             entry = line.entries[0]
-            pools = self._pools(entry)
+            pools = self._pools(entry) if entry.wants_slot else ()
             cost = entry.piece.cost.packed if pools else entry.piece.cost
-            if (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
+            if (window is None or window.admits(cost)) and (not pools or all(pool.num_free for pool in pools)):
                 match turn(entry.piece, bool(pools)):
                     case Turn.TAKEN:
                         return self._take(peer, line, pools, cost, now)
@@ -279,8 +279,8 @@ class PieceQueue:
             self._remote.give_back(peer, slots.remote)
 
     def _pools(self, entry: _Entry) -> tuple[SlotPool, ...]:
-        """Return the pools of a piece's slots; none if it is written directly, or no slot is or will become free."""
-        if not entry.wants_slot or self._remote is None:
+        """Return the pools of a piece's slots; none if no slot is or will become free."""
+        if self._remote is None:
             return ()
         remote = self._remote.pool(entry.piece.delivery.peer)
         if remote is None:

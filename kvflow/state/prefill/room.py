@@ -303,7 +303,7 @@ class Room:
         wanted: dict[str, TokenRange] = {}
         for delivery in self.deliveries.values():
             for name, tokens in delivery.grant.ranges.items():
-                wanted[name] = hull(wanted.get(name, tokens), tokens)
+                wanted[name] = hull(wanted[name], tokens) if name in wanted else tokens
         return wanted
 
     def _feed_on(self, signal: FeedSignal) -> None:
