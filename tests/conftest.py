@@ -1,9 +1,10 @@
 """Fixtures for every test."""
 
 import asyncio
+import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,16 @@ settings.register_profile("quick", derandomize=True, deadline=None, max_examples
 settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=THOROUGH)
 settings.register_profile("fuzz", deadline=None, max_examples=20_000)
 settings.load_profile("quick")  # --hypothesis-profile selects another one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude modules and tests, which stay to the end, from garbage collection: it would look at them all the time."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 @pytest.fixture
