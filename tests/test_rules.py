@@ -141,7 +141,7 @@ def test_other_names_do_not_resolve() -> None:
         _ = kvflow.PrefilRank
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
     """Return the parsed modules of the package and of the simulation."""
     return {str(path.relative_to(ROOT.parent)): ast.parse(path.read_text("utf-8")) for path in SOURCES}
@@ -153,10 +153,10 @@ def test_files_are_short() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
-def test_functions_are_short() -> None:
+def test_functions_are_short(trees: dict[str, ast.Module]) -> None:
     lengths = {
         f"{name}:{node.lineno} {node.name}": num_lines(node)
-        for name, tree in trees().items()
+        for name, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
@@ -168,9 +168,9 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def test_modules_list_what_they_offer() -> None:
+def test_modules_list_what_they_offer(trees: dict[str, ast.Module]) -> None:
     """Each module that defines a public name has `__all__`."""
-    assert not [name for name, tree in trees().items() if offers(tree) and not has_all(tree)]
+    assert not [name for name, tree in trees.items() if offers(tree) and not has_all(tree)]
 
 
 def offers(tree: ast.Module) -> bool:
