@@ -24,7 +24,7 @@ from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_
 from tests.support.examples import examples
 from tests.support.failures import catch, receive_failure, undisturbed
 from tests.support.instances import Deployment, deploy, make_pool, prefill_config
-from tests.support.slow import MOONCAKE_SLOWLY
+from tests.support.slow import on_backends
 from tests.support.waiting import until
 from tests.support.worlds import World
 
@@ -118,8 +118,7 @@ async def test_any_layout_is_packed_over_mooncake(world: World, post: int) -> No
     assert (await hand_over(world, "mooncake", bytes_per_post=post, packing="always")).direct_posts == 0
 
 
-@pytest.mark.parametrize("backend", MOONCAKE_SLOWLY)
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("backend", "prefill_tp", "decode_tp"), on_backends([(3, 2)], [(2, 1), (1, 2), (3, 2)]))
 async def test_pieces_wait_for_slots_and_all_arrive(backend: str, prefill_tp: int, decode_tp: int) -> None:
     """Send 34 tokens without a prefix of 3, in chunks, through one slot of each window."""
     async with packing(backend, prefill_tp=prefill_tp, decode_tp=decode_tp, slots=1, windows=8) as deployment:

@@ -45,6 +45,7 @@ def test_no_promise_is_broken(first: int) -> None:
     assert not broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", REGRESSIONS)
 def test_no_promise_is_broken_again(seed: int) -> None:
     assert run_seed(seed, by_name=True).violation is None

@@ -135,6 +135,7 @@ def test_fault_is_found_by_what_is_drawn(fault: Fault, monkeypatch: pytest.Monke
     assert is_found_by_any(DRAWN)
 
 
-@pytest.mark.parametrize("evidence", dict.fromkeys(EVIDENCE.values()))
-def test_no_promise_is_broken_without_the_fault(evidence: int | str) -> None:
+@pytest.mark.parametrize("evidence", [seed for seed in EVIDENCE.values() if isinstance(seed, int) and seed >= 200])
+def test_no_promise_is_broken_without_the_fault(evidence: int) -> None:
+    """Other tests run all scenarios, and the seeds below 200."""
     assert not is_found_by(evidence)

@@ -9,7 +9,7 @@ __all__ = ["QUICK", "THOROUGH", "examples"]
 THOROUGH: Final = 300
 """Default number of examples of a property in `make test-all`."""
 
-QUICK: Final = 40
+QUICK: Final = 25
 """Default number in `make test`."""
 
 

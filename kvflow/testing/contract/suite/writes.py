@@ -20,8 +20,8 @@ MIB = 2**20
 SLOT = 64 * 1024
 NUM_SLOTS = 48
 
-SMALL: Final = ((1, 1), (1, 4096), (100, 1), (100, 777), (5000, 16), (100_000, 24))
-LARGE: Final = ((3, 16 * MIB), (1, 64 * MIB))
+SMALL: Final = ((1, 1), (1, 4096), (100, 1), (100, 777), (5000, 16), (70_000, 24))
+LARGE: Final = ((3, 4 * MIB), (1, 17 * MIB))
 """Number of pieces of a post, and their length in bytes."""
 
 GAP: Final = 3
