@@ -25,8 +25,11 @@ for name in kvflow.__all__:
 """
 
 HELP: Final = """
+from contextlib import suppress
 from kvflow.cli.main import main
-main([*COMMAND, "--help"])
+for command in ([], ["registry"], ["demo"]):
+    with suppress(SystemExit):
+        main([*command, "--help"])
 """
 
 TRANSFER: Final = """
@@ -79,11 +82,11 @@ def test_program_runs(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["registry"], ["demo"]], ids=lambda words: " ".join(words) or "kvflow")
-def test_command_explains_itself(command: list[str]) -> None:
-    done = run_without_torch(f"COMMAND = {command!r}{HELP}")
+def test_commands_explain_themselves() -> None:
+    done = run_without_torch(HELP)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(" ".join(["usage: kvflow", *command]))
+    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    assert [usage.split()[2] for usage in usages[1:]] == ["registry", "demo"]
 
 
 def test_torch_is_refused() -> None:

@@ -33,6 +33,7 @@ from kvflow.wire.messages import Grant
 from tests.support.instances import BACKENDS, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
+from tests.support.slow import slow_except
 
 ROOT = Path(__file__).parents[2]
 TOKENS = (0, 8)
@@ -643,17 +644,18 @@ rank.send(1).abort()
 sys.exit(3)
 """
 CLOSE = "atexit.register(stack.close)"
+LEFT_OPEN = ("", "", b"")
+CLOSED_LATE = (CLOSE, "", b"closed\n")
+CLOSED_FIRST = ("", CLOSE, b"closed\n")
+"""What a program does before and after it opens a rank, and what it prints."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("begin", "end", "printed"),
-    [
-        ("", "", b""),
-        (CLOSE, "", b"closed\n"),
-        ("", CLOSE, b"closed\n"),
-    ],
-    ids=["left open", "closed late at exit", "closed first at exit"],
+    ("backend", "begin", "end", "printed"),
+    slow_except(
+        [("memory", *LEFT_OPEN), ("memory", *CLOSED_FIRST), ("nixl", *CLOSED_LATE), ("mooncake", *CLOSED_LATE)],
+        [(backend, *way) for backend in BACKENDS for way in (LEFT_OPEN, CLOSED_LATE, CLOSED_FIRST)],
+    ),
 )
 def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, end: str, printed: bytes) -> None:
     with registry_in_thread() as endpoint:
