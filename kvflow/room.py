@@ -19,6 +19,8 @@ def as_room(value: object) -> RoomId | None:
 
     5 and "5" are different rooms.
     """
+    if type(value) is int:  # the usual case
+        return value if 0 <= value <= MAX_ROOM else None
     if isinstance(value, bool):
         return None
     if isinstance(value, str):

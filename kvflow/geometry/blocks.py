@@ -109,7 +109,9 @@ class _GroupBlocks:
     def segments(self, component: ComponentSlice, layers: LayerRange) -> list[_Segment] | None:
         """Divide a component slice into whole pages and single cells; None if blocks cannot express it."""
         tokens_per_cell = self.group.tokens_per_cell
-        src, dst = component.src.in_cells(tokens_per_cell), component.dst.in_cells(tokens_per_cell)
+        src, dst = component.src, component.dst
+        if tokens_per_cell > 1:
+            src, dst = src.in_cells(tokens_per_cell), dst.in_cells(tokens_per_cell)
         if src.shard.size > 1 or dst.shard.size > 1:
             return None
         size = src.page_size

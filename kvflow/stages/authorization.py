@@ -70,29 +70,25 @@ class Authorizer:
 
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
         """Return whether a message exceeds its sender's rate limits. If so, it is counted, and must be ignored."""
-        excess = self._excess(connection, unread)
-        if excess:
-            self._context.anomalies.count(excess)
-        return bool(excess)
-
-    def _excess(self, connection: bytes, unread: Unread) -> str:
-        """Return the anomaly for the budget that a message exceeds; empty if it exceeds none."""
-        now, num_bytes = self._context.now(), len(unread.data)
-        if unread.kind is Hello:
-            principal = self.principal_of(connection)
-            is_within = self._hellos.take(principal, now) and self._hello_bytes.take(principal, now, num_bytes)
-            return "" if is_within else "hello_over_budget"
-        if self._peer_at(connection) is None and unread.kind is not Decline:  # it needs no handshake
-            stranger = self.principal_of(connection) or connection
-            if not self._strangers.take(stranger, now):
-                return "stranger_over_budget"
-        return ""
+        is_hello = unread.kind is Hello
+        if not is_hello and (unread.kind is Decline or self._peer_at(connection) is not None):
+            return False
+        now, principal = self._context.now(), self.principal_of(connection)
+        if is_hello:
+            is_within = self._hellos.take(principal, now) and self._hello_bytes.take(principal, now, len(unread.data))
+        else:
+            is_within = self._strangers.take(principal or connection, now)
+        if not is_within:
+            self._context.anomalies.count("hello_over_budget" if is_hello else "stranger_over_budget")
+        return not is_within
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:
         """Return why a message must be rejected; empty if it is allowed."""
         if isinstance(message, Hello):
             return "" if self.may_speak(connection, message.peer) else self._other_name(connection, message.peer)
         if not isinstance(message, (Grant, Announce, Decline)):
+            return ""
+        if not self.trust.capability_keys and not isinstance(message, Decline):
             return ""
         peer = self._peer_at(connection)
         if peer is None and isinstance(message, Decline) and message.peer is not None:

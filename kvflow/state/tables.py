@@ -406,16 +406,13 @@ class TransferState:
     __slots__ = ("is_pending", "is_safe", "memory", "outcome")
 
     def __init__(self, memory: Memory = Memory.HELD) -> None:
-        self._become(Outcome.PENDING, memory)
+        self.outcome, self.memory = Outcome.PENDING, memory
+        self.is_pending, self.is_safe = True, memory is Memory.SAFE
 
     def apply(self, signal: Signal) -> None:
         """Apply a signal to both tables."""
-        self._become(OUTCOME[self.outcome, signal], MEMORY[self.memory, signal])
-
-    def _become(self, outcome: Outcome, memory: Memory) -> None:
-        self.outcome, self.memory = outcome, memory
-        self.is_pending = outcome is Outcome.PENDING
-        self.is_safe = memory is Memory.SAFE
+        self.outcome, self.memory = OUTCOME[self.outcome, signal], MEMORY[self.memory, signal]
+        self.is_pending, self.is_safe = self.outcome is Outcome.PENDING, self.memory is Memory.SAFE
 
     def __repr__(self) -> str:
         return f"TransferState({self.outcome.value}, {self.memory.value})"
