@@ -94,9 +94,19 @@ class LibrarySockets:
     def watched(self) -> dict[int, int]:
         """Return the descriptors of any kind that the library watches, by inode."""
         try:
-            texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
-        except OSError:  # closed with the library, or not supported by this system
+            return self.listed()
+        except OSError:  # closed with the library, not supported by this system, or no descriptor is free
             return {}
+
+    def listed(self) -> dict[int, int]:
+        """Return what `watched` does, for a proof that depends on them all.
+
+        Raises:
+            OSError: They cannot be listed now.
+        """
+        if not self._epolls:
+            raise OSError(errno.ENOTSUP, "the sockets of the library are not known")
+        texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
         return {int(inode, 16): int(fd) for text in texts for fd, inode in WATCHED.findall(text)}
 
     def local_ends(self, inodes: Iterable[int]) -> tuple[bytes, ...]:
@@ -135,27 +145,26 @@ class LibrarySockets:
         return closed
 
     def ends_at(self, host: str) -> tuple[bytes, ...]:
-        """Return the local ends of established connections opened to a host; of all if it is a name."""
+        """Return the local ends of established connections with a host; of all if it is a name."""
         return tuple(
-            _packed(found.family, found.getsockname())
-            for found in self._opened_to(host)
-            if _info(found)[0] == ESTABLISHED
+            _packed(found.family, found.getsockname()) for found in self._with(host) if _info(found)[0] == ESTABLISHED
         )
 
     def abort_to(self, host: str) -> None:
         """Close the connections opened to a host, and drop what they have not sent; all of them if it is a name."""
-        for found in self._opened_to(host):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
-            shut_down(found)
+        for found in self._with(host):
+            if found.getsockname()[1] not in self.ports:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+                shut_down(found)
 
-    def _opened_to(self, host: str) -> Iterator[socket.socket]:
+    def _with(self, host: str) -> Iterator[socket.socket]:
         try:
             wanted = ipaddress.ip_address(host.strip("[]")).packed
         except ValueError:
             wanted = b""
         for inode, fd in self.watched().items():
             with opened(fd, inode) as found:
-                if found is None or found.family not in INTERNET or found.getsockname()[1] in self.ports:
+                if found is None or found.family not in INTERNET:
                     continue
                 try:
                     is_meant = not wanted or _packed(found.family, found.getpeername())[:-2] == wanted

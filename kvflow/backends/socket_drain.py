@@ -1,7 +1,7 @@
 """Waits until data in flight from ended processes can no longer arrive."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -29,11 +29,13 @@ class SocketDrainCheck:
 
     Args:
         of_domain: Check only connections with processes of the same `kernel_domain`; see `Connections`.
-        elsewhere: Check only these connections; see `Connections`.
+        find: Finds the connections to check instead, before they are listed; see `Connections`. A BackendError that it
+            raises is a reason to try again.
     """
 
-    def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
-        self._list = functools.partial(Connections, of_domain=of_domain, elsewhere=elsewhere)
+    def __init__(self, *, of_domain: bool = False, find: Callable[[], Awaitable[Elsewhere]] | None = None) -> None:
+        self._of_domain = of_domain
+        self._find = find
         self._looking = anyio.Lock()
         self._num_asked = 0
         self._num_answered = 0
@@ -59,7 +61,10 @@ class SocketDrainCheck:
             with suppress(BackendError, Shortage):  # this time
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
-                    connections = await _look(self._list)
+                    elsewhere = None if self._find is None else await self._find()
+                    connections = await _look(
+                        functools.partial(Connections, of_domain=self._of_domain, elsewhere=elsewhere)
+                    )
                     asked, pause_s = now_asked, LOOK_S
                 if await _look(connections.are_dry):
                     return asked

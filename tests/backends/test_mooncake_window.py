@@ -24,11 +24,16 @@ class Engine:
         self.refuse_from: int | None = None
         self.is_opening = False
 
+    closed_at = float("-inf")
     aborted_at = float("-inf")
 
     def abort(self, session: str) -> None:
         assert session == "peer:1"
-        self.aborted_at = time.monotonic()
+        self.closed_at = self.aborted_at = time.monotonic()
+
+    def was_aborted(self, session: str, since: float) -> bool:
+        assert session == "peer:1"
+        return since <= self.aborted_at
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         assert session == "peer:1"
@@ -185,6 +190,27 @@ def test_a_timeout_lingers_after_everything_has_ended_here() -> None:
     assert isinstance(doubt, PostInDoubt)
     assert end == PostEnded(1, doubt.error, lingers=True)
     assert "timed out" in doubt.error
+
+
+def test_a_failure_after_another_connection_was_closed_lingers_unless_those_to_its_own_peer_are_aborted() -> None:
+    """It may have gone over a sound connection, which the rank must not list as sound then."""
+    bench = Bench(timeout_s=1e9)
+    bench.post(1, 2)
+    bench.engine.closed_at = time.monotonic()
+    bench.engine.end(1, 2, state=FAILED)
+    bench.poll()
+    assert bench.engine.aborted_at >= bench.engine.closed_at, "the other connection was of another peer, or silent"
+    doubt, end = bench.events
+    assert isinstance(doubt, PostInDoubt)
+    assert end == PostEnded(1, doubt.error, lingers=True)
+    aborted_at = bench.engine.aborted_at
+    bench.post(2, 1)
+    bench.engine.end(3, state=FAILED)
+    bench.poll()
+    assert bench.engine.aborted_at == aborted_at, "later writes go over later connections"
+    end = bench.events[-1]
+    assert isinstance(end, PostEnded)
+    assert not end.lingers
 
 
 def test_what_the_library_gives_up_on_has_not_ended() -> None:

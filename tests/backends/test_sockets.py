@@ -4,7 +4,7 @@ import errno
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +14,7 @@ import pytest
 
 from kvflow.backends import socket_drain, sockets
 from kvflow.backends.base import Backend
+from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
@@ -253,6 +254,33 @@ async def test_a_transport_that_can_see_it_says_so_when_nothing_lands_any_more()
     assert not await outlast(NixlBackend(), b"")
     assert await outlast(NixlBackend(), b"another kernel")  # there are no connections with it
     assert await outlast(NixlBackend(ends_with_process=True), b"another kernel")
+
+
+@pytest.mark.parametrize("made", [MooncakeBackend, NixlBackend])
+async def test_connections_that_cannot_be_listed_for_want_of_a_descriptor_may_still_bring_bytes(
+    made: Callable[[], Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, refused, answers = LibrarySockets.listed, list[int](), list[bool]()
+    is_short = True
+
+    def listed(self: LibrarySockets) -> dict[int, int]:
+        if is_short:
+            refused.append(errno.EMFILE)
+            raise OSError(errno.EMFILE, "no descriptor is free")
+        return original(self)
+
+    async def ask() -> None:
+        answers.append(await backend.outlast(b"another kernel"))
+
+    backend = made()
+    async with open_backend(backend), anyio.create_task_group() as tasks:
+        monkeypatch.setattr(LibrarySockets, "listed", listed)
+        refused.clear()
+        tasks.start_soon(ask)
+        await until(lambda: len(refused) >= 8)
+        assert not answers
+        is_short = False
+    assert answers == [True]
 
 
 class Looks:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvflow.errors import BackendError
 
-__all__ = ["CELL_BYTES", "INCARNATION_BYTES", "EndpointAddress", "IncarnationCell"]
+__all__ = ["CELL_BYTES", "INCARNATION_BYTES", "EndpointAddress", "IncarnationCell", "host_of"]
 
 INCARNATION_BYTES: Final = 16
 NUM_SLOTS: Final = 256
@@ -95,3 +95,8 @@ class IncarnationCell:
             self._memory[index] = 0
             self._free.append(index)
         return found
+
+
+def host_of(session: str) -> str:
+    """Return the host in a session."""
+    return session.rpartition(":")[0]

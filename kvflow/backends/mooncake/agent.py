@@ -6,7 +6,7 @@ from typing import Final
 
 from kvflow.backends.base import PostEnded
 from kvflow.backends.delivery import Delivery
-from kvflow.backends.library_sockets import CHECK_S
+from kvflow.backends.library_sockets import CHECK_S, LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.engine import WritingEngine
@@ -103,23 +103,22 @@ class Agent:
         return connection.engine if connection is not None and connection.is_active else None
 
     def ends_to(self, peer: str) -> tuple[bytes, ...]:
-        """Return the local ends of the sound connections to a peer, see `Backend.ends_to`."""
+        """Return the local ends of the sound connections to a peer, see `Backend.ends_to`.
+
+        Before a write lingers, its engine aborts the connections that it has opened, and the library never writes over
+        those that it has accepted, so all established ones are sound.
+        """
         connection = self._connections.get(peer)
         if connection is None:
             return ()
         engines = self._engines.copy()  # another thread calls this
         return tuple(end for engine in engines for end in engine.sockets.ends_at(connection.host))
 
-    def library_sockets(self) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
-        """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far."""
+    def look_at_sockets(self) -> list[LibrarySockets]:
+        """Note the latest connections, and return those of all engines."""
         self._silence_at = 0.0
-        self._close_silent()  # notes the latest ones
-        inodes, ports, hosts = set[int](), set[int](), set[bytes]()
-        for sockets in (engine.sockets for engine in self._engines):
-            inodes |= sockets.watched().keys()
-            ports |= sockets.ports
-            hosts |= sockets.hosts
-        return frozenset(inodes), frozenset(ports), frozenset(hosts)
+        self._close_silent()
+        return [engine.sockets for engine in self._engines]
 
     def _close_silent(self) -> None:
         now = time.monotonic()
@@ -129,7 +128,7 @@ class Agent:
         self._silence_at = now + CHECK_S
         for engine in self._engines:
             for address, silent_s in engine.sockets.close_silent():
-                engine.aborted_at = time.monotonic()
+                engine.closed_at = time.monotonic()
                 self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
             self._is_settled &= not engine.sockets.is_sending
 

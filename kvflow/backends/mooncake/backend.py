@@ -33,7 +33,7 @@ measured; there, bytes of a failed post may always linger.
 import dataclasses
 import functools
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar, get_args
 
@@ -43,6 +43,7 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.last_bytes import LastBytesBackend
 from kvflow.backends.library_sockets import CHECK_S, SILENT_S
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
@@ -59,12 +60,9 @@ from kvflow.backends.mooncake.library import (
     memory_kinds,
     shortest_timeout_s,
 )
-from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
-from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import Elsewhere, domain_of_host, is_same_kernel
+from kvflow.backends.owner import ConnectedPeer, PollIntervals
 from kvflow.errors import BackendError, ConfigError
 from kvflow.geometry.plan import Descriptors
-from kvflow.observe.logs import get_logger
 
 __all__ = ["MooncakeBackend"]
 
@@ -100,7 +98,7 @@ class _Peer(ConnectedPeer):
     address: EndpointAddress
 
 
-class MooncakeBackend(OwnerBackend[Agent, _Peer]):
+class MooncakeBackend(LastBytesBackend[Agent, _Peer]):
     """A transport that writes through a Mooncake TransferEngine.
 
     `ends_with_process` is False: bytes in a peer's socket buffers land after the sender has died. Over TCP, the kernel
@@ -155,11 +153,11 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             queue_pairs=protocol == "rdma",
             descriptor_overhead_s=TCP_DESCRIPTOR_OVERHEAD_S if protocol == "tcp" else 0.0,
         )
-        super().__init__(PollIntervals(busy_interval_s, busy_interval_s, CHECK_S), close_timeout_s)
+        intervals = PollIntervals(busy_interval_s, busy_interval_s, CHECK_S)
+        super().__init__(intervals, close_timeout_s, of_domain=False)
         self._is_host_given = host is not None
         self._settings = EngineSettings(host or LOCAL_HOST, protocol, tuple(devices), metadata_server)
         self._environment = environment
-        self._socket_drain = SocketDrainCheck()
         self._window = window
         self._connect_timeout_s = connect_timeout_s
         self._contacts = ContactThreads(CONTACTS_AT_ONCE)
@@ -215,39 +213,8 @@ class MooncakeBackend(OwnerBackend[Agent, _Peer]):
             self._owner.submit(functools.partial(self._agent.watch, active))
 
     @override
-    def domain(self) -> bytes:
-        """Name the kernel, network namespace and addresses, if the kernel shows all data in flight here."""
-        is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
-        if self._settings.protocol != "tcp" or not is_on_host:
-            return b""
-        try:
-            return domain_of_host()
-        except OSError:
-            return b""
-
-    @override
-    def ends_to(self, peer: str) -> tuple[bytes, ...]:
-        return () if self._agent is None else self._agent.ends_to(peer)
-
-    @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
-        """Implement the contract for TCP and host memory. For device memory, data may be read but not yet copied.
-
-        A connection whose far end is on another host is only known to be dry once it is closed.
-        """
-        own = self.domain()
-        if not own or (is_alive and not domain):
-            return False
-        try:
-            drain = self._socket_drain
-            if domain and not is_same_kernel(domain, own):
-                sockets = await self._call(lambda agent: agent.library_sockets())
-                drain = SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends))
-            await drain.wait()
-        except (OSError, BackendError) as error:
-            get_logger(backend=self.name).warning("mooncake_connections_unknown", detail=str(error))
-            return False
-        return True
+    def _can_be_seen(self) -> bool:
+        return self._settings.protocol == "tcp"
 
     async def _reach(self, principal: str, peer: str, address: EndpointAddress) -> None:
         """Open the connection to a peer through an engine that can write to it.

@@ -17,7 +17,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from kvflow.backends.library_sockets import LibrarySockets, find_epolls
-from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress, IncarnationCell
+from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress, IncarnationCell, host_of
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
@@ -43,14 +43,15 @@ class WritingEngine(abc.ABC):
         num_departed: Closed connections that wrote through it.
         is_worn_out: It must not be used for new peers.
         num_contacts: Calls inside `contact` that have not returned. The native engine lives at least as long.
-        aborted_at: When connections were last aborted, in monotonic seconds.
+        closed_at: When a connection was last closed here, in monotonic seconds.
         sockets: Its connections.
     """
 
     session: str
 
     def __init__(self) -> None:
-        self.aborted_at = float("-inf")
+        self.closed_at = float("-inf")
+        self._aborted: dict[str, float] = {}
         self.sockets = LibrarySockets(())
         self.num_users = 0
         self.num_departed = 0
@@ -74,8 +75,13 @@ class WritingEngine(abc.ABC):
 
     def abort(self, session: str) -> None:
         """Abort the connections to the host of a peer, so that the peer sees the end of what is in flight over them."""
-        self.aborted_at = time.monotonic()
-        self.sockets.abort_to(session.rpartition(":")[0])
+        host = host_of(session)
+        self.closed_at = self._aborted[host] = time.monotonic()
+        self.sockets.abort_to(host)
+
+    def was_aborted(self, session: str, since: float) -> bool:
+        """Return whether the connections to the host of a peer have been aborted since a time in monotonic seconds."""
+        return since <= self._aborted.get(host_of(session), float("-inf"))
 
     @property
     def is_used(self) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
+from kvflow.backends.mooncake.address import host_of
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["PeerConnection", "Post", "Writer"]
@@ -40,13 +41,16 @@ class Writer(Protocol):
     """The part of an engine that a connection uses.
 
     Attributes:
-        aborted_at: When connections were last aborted, in monotonic seconds.
+        closed_at: When a connection was last closed here, in monotonic seconds.
     """
 
-    aborted_at: float
+    closed_at: float
 
     def abort(self, session: str) -> None:
         """Abort the connections to a peer, so that the peer sees the end of what is in flight over them."""
+
+    def was_aborted(self, session: str, since: float) -> bool:
+        """Return whether the connections to a peer have been aborted since a time in monotonic seconds."""
 
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         """Start a write. Return its id, or 0 if it was refused."""
@@ -141,7 +145,7 @@ class PeerConnection(Generic[AnyWriter]):
     @property
     def host(self) -> str:
         """The peer's host, as in its session."""
-        return self._session.rpartition(":")[0]
+        return host_of(self._session)
 
     @property
     def is_active(self) -> bool:
@@ -207,10 +211,10 @@ class PeerConnection(Generic[AnyWriter]):
             post.num_running -= 1
         if status != DONE:
             took_s = time.monotonic() - transfer.since
-            was_aborted = transfer.since <= self.engine.aborted_at
-            is_timeout = status != FAILED or took_s >= self._timeout_s or was_aborted
-            if is_timeout and not was_aborted:
-                self.engine.abort(self._session)
+            was_closed = transfer.since <= self.engine.closed_at
+            is_timeout = status != FAILED or took_s >= self._timeout_s or was_closed
+            if is_timeout and not self.engine.was_aborted(self._session, transfer.since):
+                self.engine.abort(self._session)  # it may have gone over any connection that is established
             post.lingers = post.lingers or is_timeout
             reason = "it timed out" if is_timeout else "the peer refused it or closed the connection"
             post.error = post.error or f"write failed after {took_s:.3f} s: {reason}"

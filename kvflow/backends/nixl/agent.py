@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.backends.delivery import Delivery
-from kvflow.backends.library_sockets import CHECK_S
+from kvflow.backends.library_sockets import CHECK_S, LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
@@ -445,17 +445,11 @@ class NixlAgent:
         is_written = connection.is_written
         self._left_open.add(connection.peer, sockets, connection.opened, shut_from=shut_from, is_written=is_written)
 
-    def library_sockets(self) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
-        """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far."""
+    def look_at_sockets(self) -> list[LibrarySockets]:
+        """Accept what has arrived, note the latest connections, and return those of all agents."""
         self._silence_at = 0.0
-        self._close_silent()  # notes the latest ones
-        inodes, ports, hosts = set[int](), set[int](), set[bytes]()
-        for agent in self._agents:
-            sockets = self._agents.outgoing(agent)
-            inodes |= sockets.watched().keys()
-            ports |= sockets.ports
-            hosts |= sockets.hosts
-        return frozenset(inodes), frozenset(ports), frozenset(hosts)
+        self.poll()
+        return [self._agents.outgoing(agent) for agent in self._agents]
 
     def ends_to(self, peer: str) -> tuple[bytes, ...]:
         """Return the local ends of the sound connections to a peer, see `Backend.ends_to`."""

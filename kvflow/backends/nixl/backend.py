@@ -32,20 +32,17 @@ from typing_extensions import override
 
 from kvflow.backends.base import Capabilities, OnBroken, OnEvents
 from kvflow.backends.delivery import Delivery
+from kvflow.backends.last_bytes import LastBytesBackend
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
 from kvflow.backends.nixl.arrivals import Arrivals
 from kvflow.backends.nixl.library import ENGINE_CONFIG
 from kvflow.backends.nixl.paths import can_be_seen, describe_paths, may_use_rdma
 from kvflow.backends.nixl.posts import PostQueue, Write
-from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
-from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import Elsewhere, domain_of_host, is_same_kernel
-from kvflow.errors import BackendError
+from kvflow.backends.owner import ConnectedPeer, PollIntervals
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
-from kvflow.observe.logs import get_logger
 
 __all__ = ["FORMAT", "NixlBackend"]
 
@@ -68,7 +65,7 @@ class _Peer(ConnectedPeer):
     kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
 
 
-class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
+class NixlBackend(LastBytesBackend[NixlAgent, _Peer]):
     """A transport that writes through a NIXL agent.
 
     Args:
@@ -108,7 +105,8 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         inline_bytes: int = 2**22,
         descriptor_overhead_s: float = 2.3e-6,
     ) -> None:
-        super().__init__(PollIntervals(busy_interval_s, quiet_interval_s, idle_interval_s), close_timeout_s)
+        intervals = PollIntervals(busy_interval_s, quiet_interval_s, idle_interval_s)
+        super().__init__(intervals, close_timeout_s, of_domain=True)
         self.capabilities = dataclasses.replace(
             self.capabilities,
             ends_with_process=ends_with_process,
@@ -118,7 +116,6 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         self._arrivals: Arrivals | None = None
         self._inline_bytes = inline_bytes
         self._inline_from = 0.0
-        self._socket_drain = SocketDrainCheck(of_domain=True)
         self._plugin = plugin
         self._plugin_options = dict({"engine_config": ENGINE_CONFIG} if plugin == "UCX" else {})
         self._plugin_options.update(plugin_options or {})
@@ -193,45 +190,5 @@ class NixlBackend(OwnerBackend[NixlAgent, _Peer]):
         return describe_paths(self._plugin)
 
     @override
-    def domain(self) -> bytes:
-        """Name the kernel, network namespace and addresses, if the kernel shows all data in flight here."""
-        is_on_host = self._memory is not None and set(self._memory.by_kind) == {"DRAM"}
-        if not is_on_host or not can_be_seen(self._plugin, self._plugin_options):
-            return b""
-        try:
-            return domain_of_host()
-        except OSError as error:
-            get_logger(backend=self.name).info("kernel_domain_unknown", detail=str(error))
-            return b""
-
-    @override
-    def ends_to(self, peer: str) -> tuple[bytes, ...]:
-        return () if self._agent is None else self._agent.ends_to(peer)
-
-    @override
-    async def outlast(self, domain: bytes, ends: Collection[bytes] = (), *, is_alive: bool = False) -> bool:
-        """Implement the contract for host memory.
-
-        On one kernel, it shows both ends of the connections. Connections with another host must be closed and read.
-        """
-        if self.capabilities.ends_with_process and not is_alive:
-            return True
-        own = self.domain()
-        if not domain or not own:
-            return False
-        try:
-            if is_same_kernel(domain, own):
-                await self._socket_drain.wait()
-            else:
-                sockets = await self._call(_sockets_of)
-                await SocketDrainCheck(elsewhere=Elsewhere.of(sockets, domain, ends)).wait()
-            await self._call(lambda agent: agent.poll())  # after this poll, everything that was read has been stored
-        except (OSError, BackendError) as error:
-            get_logger(backend=self.name).warning("nixl_connections_unknown", detail=str(error))
-            return False
-        return True
-
-
-def _sockets_of(agent: NixlAgent) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
-    agent.poll()  # the library accepts what has arrived
-    return agent.library_sockets()
+    def _can_be_seen(self) -> bool:
+        return can_be_seen(self._plugin, self._plugin_options)
