@@ -142,8 +142,9 @@ class Intake:
         if name in self._broken:
             self._is_in_rest = frame.more
             return []
-        fd = self._fd_of(frame)
-        if fd is None:
+        try:
+            fd = int(frame.get(SRCFD))
+        except zmq.ZMQError:  # libzmq does not report it with ZMTP 2
             self._is_in_rest = frame.more
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
@@ -276,11 +277,3 @@ class Intake:
         self._taken[fd] = min(self._taken[fd] + COMMAND_BYTES, received)
         self._left[fd] = received - self._taken[fd]
         return self._left[fd]
-
-    @staticmethod
-    def _fd_of(frame: zmq.Frame) -> int | None:
-        """Return the descriptor of a frame's connection; None with ZMTP 2, for which libzmq does not report it."""
-        try:
-            return int(frame.get(SRCFD))
-        except zmq.ZMQError:
-            return None

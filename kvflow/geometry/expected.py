@@ -110,7 +110,8 @@ def expected_bytes(
     """
     total = 0
     for name, tokens in ranges.items():
-        total += expected[name].of_layers(layers).num_bytes(tokens, final=is_final(tokens, wanted[name]))
+        one = expected[name] if layers == ALL_LAYERS else expected[name].of_layers(layers)
+        total += one.num_bytes(tokens, final=is_final(tokens, wanted[name]))
     return total
 
 

@@ -290,10 +290,10 @@ class PrefillCore:
         """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
         effects: list[PrefillEffect] = []
         limit = self._settings.limits.descriptors_planned_inline
-        effort_left = limit
+        effort, effort_left = 0, limit
 
         def turn(piece: Piece, is_packed: bool) -> Turn:
-            nonlocal effort_left
+            nonlocal effort, effort_left
             effort = self._effort(piece, is_packed)
             if effort > limit:
                 return Turn.TAKEN if self._may_plan_slowly else Turn.DEFERRED
@@ -304,7 +304,7 @@ class PrefillCore:
         for _ in range(PIECES_PER_TURN):
             piece = self.queue.pop(now, turn)
             if piece is not None:
-                effects += self._send_piece(piece, now)
+                effects += self._send_piece(piece, now, is_slow=effort > limit)
             elif effort_left < 0 or not (self._may_plan_slowly and self.queue.resume()):
                 break
         else:
@@ -322,12 +322,11 @@ class PrefillCore:
             del self._slow_plans[delivery, seq]
             self.queue.resume()
 
-    def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
+    def _send_piece(self, piece: Piece, now: float, *, is_slow: bool) -> list[PrefillEffect]:
         """Post a piece at once, or plan it off the event loop first."""
         if piece.slots is not None:
             staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
             piece = replace(piece, notice=replace(piece.notice, staged=staged))
-        is_slow = self._effort(piece, piece.slots is not None) > self._settings.limits.descriptors_planned_inline
         if is_slow or piece.grant.digest:
             if is_slow:
                 self._slow_plans[piece.delivery, piece.seq] = None

@@ -86,9 +86,12 @@ def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
     This is the first token of the ranges. If a range is not counted like the chunk's tokens, as for a window or a slot,
     the whole chunk must be sent again.
     """
-    if any(chunk.ranges[name] != chunk.tokens for name in ranges):
-        return chunk.tokens[0]
-    return min((first for first, _ in ranges.values()), default=chunk.tokens[0])
+    start, first = chunk.tokens
+    for name, tokens in ranges.items():
+        if chunk.ranges[name] != chunk.tokens:
+            return start
+        first = min(first, tokens[0])
+    return first if ranges else start
 
 
 def _split_group(

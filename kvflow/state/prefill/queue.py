@@ -156,7 +156,8 @@ class PieceQueue:
 
     def has_capacity(self, peers: Iterable[PeerId]) -> bool:
         """Return whether each of these peers has fewer waiting pieces than allowed."""
-        return not any(self._num_waiting.get(peer, 0) >= self._limits.queued_chunks for peer in peers)
+        waiting = self._num_waiting
+        return not waiting or all(waiting.get(peer, 0) < self._limits.queued_chunks for peer in peers)
 
     def expect(self, peer: PeerId) -> None:
         """Count a piece that will be pushed when its data is ready."""
