@@ -22,12 +22,15 @@ import msgspec
 
 from tests.hosts import lines
 from tests.hosts.hosts import HOST_NAMES, Host, TwoHosts, pipe
-from tests.hosts.worker import Settings
+from tests.hosts.worker import PREFILL, Settings
 
 __all__ = ["CONTROL_PORT", "REGISTRY_PORT", "Deployment", "Process", "WorkerFailed"]
 
 REGISTRY_PORT: Final = 7100
 CONTROL_PORT: Final = 7200
+
+NEIGHBOUR: Final = "neighbour"
+"""Name of the second prefill instance, if there is one."""
 
 NO_END: Final = "no end"
 """Outcome of a room that decode has not reported."""
@@ -60,7 +63,7 @@ class Process:
     """
 
     def __init__(self, host: Host, settings: Settings, log: Path) -> None:
-        self.role = settings.role
+        self.role, self.instance = settings.role, settings.instance
         self.reports: list[lines.Report] = []
         self._log = log
         self._news = threading.Condition()
@@ -206,6 +209,7 @@ class Deployment:
         registry_on: Host of the registry, "a" or "b". Prefill is on A and decode on B.
         backend_options: Options of the transport on both sides, besides those that two hosts need.
         needs_options: Pass Mooncake the address of its host.
+        has_neighbour: Another prefill instance on the same host serves every other room.
         log_level: Level of the workers' logs.
 
     Attributes:
@@ -227,6 +231,7 @@ class Deployment:
         registry_on: str = "a",
         backend_options: Mapping[str, Any] | None = None,
         needs_options: bool = True,
+        has_neighbour: bool = False,
         log_level: int = logging.INFO,
     ) -> None:
         self.net = TwoHosts(is_ipv6=is_ipv6)
@@ -239,6 +244,7 @@ class Deployment:
         self._registry_on = registry_on
         self._options = dict(backend_options or {})
         self._needs_options = needs_options
+        self._instances = (PREFILL, NEIGHBOUR) if has_neighbour else (PREFILL,)
         self._log_level = log_level
         self._processes: list[Process] = []
         self._resources = ExitStack()
@@ -249,6 +255,12 @@ class Deployment:
             undo.callback(self._kill_all)
             self.start_registry()
             self.start_prefill()
+            for number, name in enumerate(self._instances[1:], 1):
+                bind, advertise = self._listen("a", CONTROL_PORT + number)
+                settings = Settings(
+                    role="prefill", instance=name, bind=bind, advertise=advertise, **self._rank_settings("a")
+                )
+                self._start("a", settings)
             self.start_decode()
             undo.callback(self.router.stop)
             self.router.start()
@@ -300,20 +312,21 @@ class Deployment:
         return process
 
     def _spawn(self, side: str, settings: Settings) -> Process:
-        process = Process(self.net.host(side), settings, self._logs / f"{settings.role}.log")
+        name = settings.instance if settings.role == PREFILL else settings.role
+        process = Process(self.net.host(side), settings, self._logs / f"{name}.log")
         self._processes.append(process)
         return process
 
     def _route(self) -> None:
         ranks = [process for process in self._processes if process.role in {"prefill", "decode"}]
-        self.router.workers = list({process.role: process for process in ranks}.values())
+        self.router.workers = list({(process.role, process.instance): process for process in ranks}.values())
 
     def _rank_settings(self, side: str) -> dict[str, Any]:
         options = dict(self._options)
         if self.backend == "mooncake" and self._needs_options:
             options["host"] = self.net.host(side).address
         registry = f"tcp://{self._url_host(self._registry_on)}:{REGISTRY_PORT}"
-        shared = {"registry": registry, "log_level": self._log_level}
+        shared = {"registry": registry, "log_level": self._log_level, "instances": self._instances}
         return shared | {"backend": self.backend, "backend_options": options}
 
     def _listen(self, side: str, port: int) -> tuple[str, str | None]:

@@ -196,6 +196,16 @@ def test_pages_of_a_killed_prefill_come_back(deploy: Deploy, backend: str) -> No
 
 @slow
 @both
+@pytest.mark.timeout(120)
+def test_pages_do_not_wait_for_a_neighbour_of_a_killed_prefill(deploy: Deploy, backend: str) -> None:
+    """The connections of a living instance on the same host stay open."""
+    deployment = steady(deploy, backend=backend, has_neighbour=True)
+    killed = faults.kill_for_good(deployment)
+    assert_quiet(deployment, killed, CLOSED_S, deployment.decode)
+
+
+@slow
+@both
 @pytest.mark.parametrize(
     ("fault", "duration_s"),
     [

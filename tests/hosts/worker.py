@@ -27,7 +27,7 @@ from kvflow.geometry import Component, KVLayout, Region
 from tests.hosts import lines
 from tests.hosts.pool import NUM_REGIONS, NUM_TOKENS, PAGE_BYTES, PAGES_PER_LANE, TOKEN_BYTES, TOKENS_PER_PAGE, LanePool
 
-__all__ = ["Settings"]
+__all__ = ["PREFILL", "Settings"]
 
 PREFILL: Final = "prefill"
 
@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         role: "registry", "prefill" or "decode".
+        instance: Instance name of a prefill rank.
+        instances: Prefill instances, which take turns to serve rooms.
         bind: Address on which a registry or a prefill rank listens.
         advertise: Address that it advertises instead of the bound one.
         registry: Address of the registry (ranks).
@@ -54,6 +56,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     role: str
+    instance: str = PREFILL
+    instances: tuple[str, ...] = (PREFILL,)
     bind: str = ""
     advertise: str | None = None
     registry: str = ""
@@ -65,6 +69,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 10.0
     log_level: int = logging.INFO
     is_prepared: bool = False
+
+    def server_of(self, room: int) -> str:
+        """Return the prefill instance that serves a room."""
+        return self.instances[room % len(self.instances)]
 
 
 AnyRank = TypeVar("AnyRank", kvflow.PrefillRank, kvflow.DecodeRank)
@@ -185,6 +193,8 @@ class PrefillWorker(Worker[kvflow.PrefillRank]):
     """A worker that opens a room once it has pages, sends the first half at once and the rest when it is computed."""
 
     async def _serve(self, room: int) -> None:
+        if self._settings.server_of(room) != self._settings.instance:
+            return
         lane = await self._take_lane(room)
         self._pool.fill(lane, room)
         pages, half = self._pool.pages(lane), NUM_TOKENS // 2
@@ -214,7 +224,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             await self._decline(room)
             return
         pages = {"kv": self._pool.pages(lane)}
-        receiver = self._rank.receive(room, prefill=PREFILL, tokens=(0, NUM_TOKENS), pages=pages)
+        receiver = self._rank.receive(room, prefill=self._settings.server_of(room), tokens=(0, NUM_TOKENS), pages=pages)
         is_complete = False
         try:
             async with receiver:
@@ -227,9 +237,9 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
 
     async def _decline(self, room: int) -> None:
         """Receive an empty range of an abandoned room, which lets prefill free its pages."""
-        nothing = (NUM_TOKENS, NUM_TOKENS)
+        nothing, prefill = (NUM_TOKENS, NUM_TOKENS), self._settings.server_of(room)
         with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
-            async with self._rank.receive(room, prefill=PREFILL, tokens=nothing, pages={"kv": []}):
+            async with self._rank.receive(room, prefill=prefill, tokens=nothing, pages={"kv": []}):
                 pass
 
     async def _receive(self, receiver: kvflow.RoomReceiver, room: int, lane: int) -> bool:
@@ -324,7 +334,7 @@ async def warm_up(settings: Settings) -> None:
 async def run_prefill(settings: Settings) -> None:
     pool = LanePool(settings.num_lanes)
     config = kvflow.PrefillConfig(
-        instance=PREFILL,
+        instance=settings.instance,
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
