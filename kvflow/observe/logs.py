@@ -61,23 +61,23 @@ class BoundLogger:
         """Return a logger that adds further values."""
         return BoundLogger({**self._values, **values})
 
-    def debug(self, event: str, **values: object) -> None:
+    def debug(self, event: str, /, **values: object) -> None:
         """Log a line with some more values; `exc_info` is an exception whose traceback it shows."""
         self.log(logging.DEBUG, event, **values)
 
-    def info(self, event: str, **values: object) -> None:
+    def info(self, event: str, /, **values: object) -> None:
         """Log a line; see `debug`."""
         self.log(logging.INFO, event, **values)
 
-    def warning(self, event: str, **values: object) -> None:
+    def warning(self, event: str, /, **values: object) -> None:
         """Log a line; see `debug`."""
         self.log(logging.WARNING, event, **values)
 
-    def error(self, event: str, **values: object) -> None:
+    def error(self, event: str, /, **values: object) -> None:
         """Log a line; see `debug`."""
         self.log(logging.ERROR, event, **values)
 
-    def log(self, level: int, event: str, **values: object) -> None:
+    def log(self, level: int, event: str, /, **values: object) -> None:
         """Log a line of any of `logging`'s levels; see `debug`."""
         if not LOGGER.isEnabledFor(level):
             return

@@ -1,6 +1,5 @@
 """Effects of the network's faults on plain sockets."""
 
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -149,11 +148,13 @@ def test_rate_is_limited(talk: Talk) -> None:
 
 
 def test_processes_share_nothing(talk: Talk) -> None:
-    show = "import os, socket; print(os.getpid(), socket.gethostname(), os.readlink('/proc/self/ns/ipc'))"
-    seen = []
-    for host in (talk.net.a, talk.net.b):
-        process = host.spawn([sys.executable, "-c", show], stderr=subprocess.PIPE)
-        seen.append(process.communicate()[0].split())
+    show = "import os, socket; print(os.getpid(), socket.gethostname(), os.readlink('/proc/self/ns/ipc')); input()"
+    both = [host.spawn([sys.executable, "-uc", show]) for host in (talk.net.a, talk.net.b)]
+    seen = [
+        pipe(process.stdout).readline().split() for process in both
+    ]  # both live: a namespace's number is used again
+    for process in both:
+        process.communicate("\n")
     (a_pid, a_name, a_ipc), (b_pid, b_name, b_ipc) = seen
     assert (a_pid, b_pid) == ("1", "1")
     assert (a_name, b_name) == (HOST_NAMES["a"], HOST_NAMES["b"])

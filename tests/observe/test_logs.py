@@ -64,6 +64,15 @@ def test_values_of_any_type_can_be_printed() -> None:
     assert "odd" in lines.getvalue()
 
 
+@pytest.mark.parametrize("name", ["self", "event", "level", "timestamp"])
+def test_value_may_have_any_name(name: str) -> None:
+    """A transport's library has levels of its own. The line's own values win."""
+    with printed() as lines:
+        get_logger().warning("library_said", **{name: "hers"})
+    (line,) = lines.objects()
+    assert (line["event"], line["level"]) == ("library_said", "warning")
+
+
 def test_level_is_obeyed() -> None:
     with printed("json", logging.WARNING) as lines:
         log = get_logger()
