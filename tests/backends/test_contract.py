@@ -22,6 +22,7 @@ from kvflow.testing.contract.suite.writes import WriteContract
 from tests.support.torch_buffers import TorchBuffer
 
 IMPATIENT: Final = {"close_timeout_s": 0.2}
+MIB: Final = 2**20
 
 
 class TestMemory(BackendContract):
@@ -92,3 +93,12 @@ class TestMemoryInTorch(BackendContract):
     @override
     def new_buffer(self, num_bytes: int) -> Buffer:
         return TorchBuffer(num_bytes, torch.device("cpu"))
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("contract", [TestMemory, TestNixl, TestMooncake])
+async def test_the_longest_posts_arrive(contract: type[WriteContract]) -> None:
+    """As many pieces and as many bytes as a rank posts at once by default (`Limits.bytes_per_post`), and more."""
+    await contract().check_every_byte([(100_000, 24), (3, 16 * MIB), (1, 64 * MIB)])

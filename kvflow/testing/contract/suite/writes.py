@@ -36,6 +36,10 @@ class WriteContract(ContractBase):
 
     @pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
     async def test_every_byte_arrives_and_no_other_changes(self, shapes: Sequence[tuple[int, int]]) -> None:
+        await self.check_every_byte(shapes)
+
+    async def check_every_byte(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Check posts of equal pieces, given as their number and their length in bytes."""
         async with self.open_some(max(count * (length + GAP) for count, length in shapes) + 5) as (source, target):
             most = source.backend.capabilities.max_descriptor_bytes
             allowed = [(count, length) for count, length in shapes if most is None or length <= most]
