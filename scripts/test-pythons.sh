@@ -6,7 +6,7 @@ set -eu
 
 cache=$1
 packages="anyio hypothesis msgspec numpy pytest pytest-timeout pytest-xdist pyzmq structlog typing-extensions"
-tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire"
+tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire tests/control tests/test_hosts.py"
 ranks="tests/service/test_transfer.py tests/service/test_blocking.py tests/service/test_handshakes.py"
 
 # Print the interpreter of a version, if it works: pyenv's shim of an inactive version only prints an error.

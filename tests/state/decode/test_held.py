@@ -8,10 +8,12 @@ from msgspec.structs import replace
 
 from kvflow.config import Timeouts
 from kvflow.errors import PagesInUse
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state import events as ev
-from kvflow.state.decode.held import HeldPages
+from kvflow.state.decode.held import BLOCK_BYTES, HeldPage, HeldPages
 from kvflow.wire.messages import Drained, Pong
 from tests.support.cores import ABORTED, PREFILL, DecodeDriver
+from tests.support.pools import PagedShape, Pool
 from tests.support.receiving import ROOM, Transfer, request
 from tests.support.small_routes import layout
 
@@ -85,3 +87,22 @@ def test_flags_agree_with_a_set() -> None:
             held.drop(data)
             known.difference_update(pages.tolist())
         assert held.count() == {"kv": len(known)}
+
+
+BLOCK = BLOCK_BYTES // WIRE_PAGES.itemsize
+
+
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_pages_of_every_block_of_a_long_table_are_held(count: int) -> None:
+    num_pages = 4 * BLOCK
+    held = HeldPages(Pool(PagedShape(num_pages, 1, (0, 1), 1, 1), 0).layout)
+    order = np.random.default_rng(count).permutation(num_pages).astype(WIRE_PAGES)
+    pages = {"kv": order[:count].tobytes()}
+    assert held.first_of(pages) is None
+    held.hold(pages)
+    assert held.count() == {"kv": count}
+    assert held.first_of({"kv": order[count:].tobytes()}) is None
+    last = np.concatenate([order[count:], order[count - 1 : count]])  # only its last page is held
+    assert held.first_of({"kv": last.tobytes()}) == HeldPage("kv", int(order[count - 1]))
+    held.drop(pages)
+    assert held.count() == {"kv": 0}
