@@ -19,6 +19,9 @@ pytestmark = pytest.mark.hosts
 slow = pytest.mark.slow
 both = pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 
+ADAPTED_S: Final = 20.0
+"""How soon a request has to be served while TCP adapts to a longer round trip."""
+
 BEFORE_S: Final = 3.0
 """Steady load before a fault."""
 
@@ -131,12 +134,13 @@ def test_200_mbit(deploy: Deploy, backend: str) -> None:
 @slow
 @pytest.mark.timeout(120)
 def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
-    deployment = steady(deploy, rate=5.0)  # TCP adapts to the longer round trip only slowly
+    """TCP retransmits until it has adapted to the longer round trip: for seconds, on a busy machine."""
+    deployment = steady(deploy, rate=5.0)
     try:
         deployment.net.delay("b", 0.05)
     except HostsUnavailable as error:
         pytest.skip(str(error))
-    assert_served(deployment, deployment.mark("50 ms more from decode to prefill"))
+    assert_served(deployment, deployment.mark("50 ms more from decode to prefill"), within_s=ADAPTED_S)
 
 
 @slow
