@@ -16,7 +16,16 @@ from kvflow.errors import Shortage, ThreadShortage
 if sys.platform != "win32":
     import resource
 
-__all__ = ["RESERVED", "Reserve", "check_shortage", "check_threads", "descriptors", "limit_of", "with_shortage"]
+__all__ = [
+    "RESERVED",
+    "Reserve",
+    "check_shortage",
+    "check_threads",
+    "descriptors",
+    "find_shortage",
+    "limit_of",
+    "with_shortage",
+]
 
 RESERVED: Final = 12
 """Descriptors kept open for the first contact with a peer: a lookup and a connection, each with its monitor."""
@@ -39,13 +48,19 @@ def check_shortage(number: int | None) -> None:
         raise Shortage("this process is short of a resource", detail=_describe(number))
 
 
-def with_shortage(text: str) -> str:
-    """Add to the error text of a library that this process has no descriptors left, if so."""
+def find_shortage() -> str:
+    """Return that this process has no descriptors left, with the limit; empty if it has."""
     try:
         os.close(_open())
     except OSError as error:
-        return f"{text}; {_describe(error.errno or 0)}"
-    return text
+        return _describe(error.errno or 0)
+    return ""
+
+
+def with_shortage(text: str) -> str:
+    """Add to the error text of a library that this process has no descriptors left, if so."""
+    found = find_shortage()
+    return f"{text}; {found}" if found else text
 
 
 def _describe(number: int) -> str:

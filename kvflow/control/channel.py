@@ -17,7 +17,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final
 
@@ -43,7 +43,7 @@ from kvflow.control.tcp import Tcp, accept_connects, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.hosts import host_towards
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
-from kvflow.resources import check_shortage, descriptors
+from kvflow.resources import check_shortage, descriptors, find_shortage
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
 from kvflow.wire.codec import MAX_REQUEST_BYTES
 
@@ -62,6 +62,10 @@ GRACE_S: Final = 0.02
 MAX_PAUSE_S: Final = 2.0
 """How long no connection is accepted at most while messages of connections that have ended are being read, in seconds.
 """
+
+DESCRIPTORS_CHECK_S: Final = 1.0
+"""How often a listener looks whether it can accept connections, in seconds. libzmq does not say that it cannot: it
+tries again all the time, which keeps a core busy."""
 
 GIVEN_BACK_BYTES: Final = 8 * 2**20
 """The memory of more data than this, received before and read during a pause, is returned to the system."""
@@ -183,6 +187,7 @@ class ZmqListener:
         self._port = port
         self._pause: asyncio.TimerHandle | None = None
         self._is_paused = False
+        self._is_short = False
         self._read_before = 0
         try:
             if not trust.is_plain:
@@ -228,6 +233,31 @@ class ZmqListener:
         self._backlog = Backlog(tcp, self._intake.cut)
         self._routes = Routes()
         self._inbox = Inbox(self._socket, self._deliver, self._go_on_accepting, receive=self._receive)
+        self._shortage_timer = self._loop.call_later(DESCRIPTORS_CHECK_S, self._check_descriptors)
+
+    def _check_descriptors(self) -> None:
+        """Let nobody connect while there is no descriptor for a connection, and say so once."""
+        self._shortage_timer = self._loop.call_later(DESCRIPTORS_CHECK_S, self._check_descriptors)
+        shortage = find_shortage()
+        if shortage:
+            if not self._is_short:
+                self._on_refused("descriptor_shortage", f"connections are not accepted: {shortage}")
+            ignore_connects(self._port_fd)
+            self._drop_waiting()
+        elif self._is_short and not self._is_paused:
+            accept_connects(self._port_fd)
+        self._is_short = bool(shortage)
+
+    def _drop_waiting(self) -> None:
+        """Close the connections that libzmq cannot accept, with a descriptor from the reserve."""
+        port = socket.socket(fileno=self._port_fd)
+        with suppress(Shortage, OSError):  # BlockingIOError: there are no more
+            descriptors.draw(1)
+            while True:
+                port.accept()[0].close()
+        port.detach()
+        with suppress(Shortage):
+            descriptors.fill()
 
     def _look_for_leftovers(self) -> None:
         """After a connection has ended, find out whether what it has left is read soon."""
@@ -253,11 +283,13 @@ class ZmqListener:
         if not self._is_paused:
             return
         self._is_paused = False
-        accept_connects(self._port_fd)
+        if not self._is_short:
+            accept_connects(self._port_fd)
         if self._intake.num_bytes - self._read_before > GIVEN_BACK_BYTES:
             self._loop.run_in_executor(None, give_back_memory)
 
     def _close_socket(self) -> None:
+        self._shortage_timer.cancel()
         self._go_on_accepting()
         ports.remove(self._fd)  # libzmq closes it
         self._intake.close()

@@ -69,6 +69,32 @@ async def main():
 anyio.run(main)
 """
 
+ACCEPT = """
+import socket
+
+async def main():
+    config = kvflow.PrefillConfig(instance="p", backend="memory", bind="tcp://127.0.0.1:0")
+    async with kvflow.PrefillRank(config, layouts[0]) as prefill, prefill.send(1) as sender:
+        await sender.finish((0, 4), {"kv": [1]}, metadata=b"")
+        strangers = [socket.socket() for _ in range(3)]
+        taken = take_all()
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", int(prefill.endpoint.rpartition(":")[2])))
+        while "descriptor_shortage" not in prefill.statistics().anomalies:
+            await anyio.sleep(0.01)
+        for stranger in strangers:
+            stranger.settimeout(20)
+            await anyio.to_thread.run_sync(stranger.recv, 1)
+        for fd in taken:
+            os.close(fd)
+        config = kvflow.DecodeConfig(instance="d", backend="memory")
+        async with kvflow.DecodeRank(config, layouts[1]) as decode:
+            ended = await receive(decode, 1, prefill.endpoint.rpartition(":")[2])
+        print(json.dumps([ended, prefill.statistics().anomalies]))
+
+anyio.run(main)
+"""
+
 OPEN = """
 async def open_rank(kind, config, layout):
     try:
@@ -104,6 +130,14 @@ def run(program: str, *arguments: str) -> Any:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@linux
+def test_a_listener_says_that_it_cannot_accept_and_goes_on_once_it_can() -> None:
+    """While somebody waits, libzmq tries again all the time, which keeps a core busy, and says nothing."""
+    ended, anomalies = run(ACCEPT)
+    assert ended == ["success", ""]
+    assert anomalies["descriptor_shortage"] == 1
 
 
 @linux
