@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self, assert_never
+from typing import Final, NamedTuple, Self, assert_never
 
+import anyio.lowlevel
 import msgspec
 import numpy as np
 from typing_extensions import Unpack, override
@@ -58,6 +59,9 @@ from kvflow.wire.ticket import Ticket
 __all__ = ["DecodeRank", "Handover", "Prefill", "RoomReceiver"]
 
 SECRET_BYTES = 16
+
+MANY_PAGES: Final = 2**20
+"""A receive of more pages lets other tasks run between checking its page tables and entering its block."""
 
 Prefill = str | Endpoint | Mapping[str, object]
 """How an engine refers to a prefill instance: a name, an address (an `Endpoint` or "tcp://host:port"), or a ticket."""
@@ -720,6 +724,8 @@ class RoomReceiver(Transfer):
         self._generation = self._rank.open_receiver(self, self._opened, self._wanted)
 
     async def __aenter__(self) -> Self:
+        if self._wanted is not None and self._wanted.footprint.num_pages > MANY_PAGES:
+            await anyio.lowlevel.cancel_shielded_checkpoint()  # checking and holding them takes 20 ms each for millions
         self.open()
         return self
 

@@ -23,7 +23,7 @@ from kvflow.fair_shares import FairShares
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.room import RoomId
 from kvflow.trust import Trust
-from kvflow.wire.messages import PAGE_BYTES, Grant, GrantedPages, PagesQuery, PeerId
+from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["AdmittedGrant", "GrantGate", "GrantId", "host_denial", "ticket_denial"]
@@ -33,9 +33,6 @@ PARTS_OF_ONE: Final = 8
 
 PARTS_IN_ALL: Final = 64
 """Maximum number of parts that are on their way: a quarter of the unread bytes that a listener allows."""
-
-PARTS_AT_ONCE: Final = 4
-"""Maximum number of parts that one PagesQuery asks for, so that decode ranks take turns."""
 
 OVERDUE_S: Final = 2.0
 """Time after which a part that has not arrived no longer keeps others from being asked for, in seconds."""
@@ -318,7 +315,7 @@ class GrantGate:
         if peer in self._silent:
             of_silent = sum(grant_id.peer in self._silent for grant_id, _ in self._under_way)
             return int(not of_peer and of_silent < PARTS_OF_SILENT)
-        return min(PARTS_AT_ONCE, PARTS_OF_ONE - of_peer, PARTS_IN_ALL - len(self._under_way))
+        return min(PARTS_PER_QUERY, PARTS_OF_ONE - of_peer, PARTS_IN_ALL - len(self._under_way))
 
     def _look_at_oldest(self, now: float) -> None:
         """Drop a grant whose time is up. Each call looks at the next one, so all get their turn."""

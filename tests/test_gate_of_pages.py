@@ -15,7 +15,7 @@ from kvflow.errors import RemoteProtocolError
 from kvflow.gate import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, AdmittedGrant, GrantGate, GrantId
 from kvflow.room import RoomId
 from kvflow.wire import messages
-from kvflow.wire.messages import PAGE_BYTES, Grant, GrantedPages, PagesQuery, PeerId
+from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
 from tests.support.cores import grant, peer
 
 ROOMY: Final = Limits()
@@ -101,7 +101,7 @@ def test_parts_under_way_are_bounded_and_decode_ranks_take_turns() -> None:
     assert num_parts(queries) == PARTS_IN_ALL
     of_each = [num_parts([query for query in queries if query[0] == decode.connection]) for decode in ranks]
     assert max(of_each) <= PARTS_OF_ONE
-    assert min(of_each[: PARTS_IN_ALL // gate.PARTS_AT_ONCE]) >= 1
+    assert min(of_each[: PARTS_IN_ALL // PARTS_PER_QUERY]) >= 1
     assert ask(one, *ranks) == []
 
 

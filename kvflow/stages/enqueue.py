@@ -70,7 +70,9 @@ def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
         raise PlanError("metadata must be bytes", type=type(metadata).__name__)
     metadata = bytes(metadata)
     if len(metadata) > max_bytes:
-        raise PlanError("metadata is too long", num_bytes=len(metadata), limit=max_bytes)
+        raise PlanError(
+            "metadata is too long", num_bytes=len(metadata), limit=max_bytes, setting="limits.metadata_bytes"
+        )
     return msgspec.structs.replace(chunk, last=True, metadata=metadata)
 
 

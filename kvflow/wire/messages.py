@@ -118,6 +118,10 @@ PAGES_INLINE: Final = 8_192
 PAGES_PER_PART: Final = 65_536
 """Number of pages of a long page table that one GrantedPages carries; the last one carries the rest."""
 
+PARTS_PER_QUERY: Final = 4
+"""Maximum number of parts that one PagesQuery asks for, so that decode ranks take turns. A longer one is answered with
+the first of them, so that no answer holds up the event loop."""
+
 PAGE_BYTES: Final = 4
 """Size of a page index in a page table that is not packed."""
 

@@ -40,6 +40,7 @@ from kvflow.state.tables import (
 )
 from kvflow.wire.messages import (
     PAGE_BYTES,
+    PARTS_PER_QUERY,
     Ack,
     Announce,
     Cancel,
@@ -240,7 +241,7 @@ class Room:
         """Send a rank the parts of the page tables that it asks for."""
         if self._progress_of(peer) is None or not self.state.is_pending:
             return []
-        parts = self._grant(peer, 0.0).parts[query.start : query.stop]
+        parts = self._grant(peer, 0.0).parts[query.start : min(query.stop, query.start + PARTS_PER_QUERY)]
         return [
             SendMessage(
                 peer,

@@ -483,7 +483,11 @@ class PrefillCore:
     # Two processes with one rank name --------------------------------------------------------------------------------
 
     def _refuse_for_capacity(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
-        return self._refuse_hello(connection, hello, f"too many decode ranks of {hello.peer.rank.instance}")
+        detail = (
+            f"too many decode ranks of {hello.peer.rank.instance}, or too large Hellos: "
+            f"{len(self.peers)} decode ranks are connected, limits.peers={self._settings.limits.peers} allows a share"
+        )
+        return self._refuse_hello(connection, hello, detail)
 
     def _ask_whether_it_lives(self, former: DecodePeer, newcomer: Newcomer, now: float) -> list[PrefillEffect]:
         """Ping the connected incarnation before another one of the same rank replaces it.

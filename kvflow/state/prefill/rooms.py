@@ -621,9 +621,8 @@ class Rooms:
         num_unfenced = self._unfenced_by_peer.count_of(peer)
         if num_unfenced < most and self._has_place_for_unfenced():
             return None
-        detail = (
-            f"writes of {num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
-        )
+        found = f"{num_unfenced} ended transfers may still land at {peer.rank}, of {len(self.unfenced)} in all"
+        detail = f"writes of {found}; limits.unfenced={self._limits.unfenced} allows {most} to one rank"
         return self._error(FailureReason.CAPACITY, detail)
 
     def _deny(self, delivery_id: DeliveryId, denied: Failure) -> list[PrefillEffect]:

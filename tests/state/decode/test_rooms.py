@@ -2,11 +2,15 @@
 
 import statistics
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state import events as ev
+from kvflow.state.decode import rooms
 from kvflow.state.effects import (
     DecodeEffect,
     Disconnect,
@@ -17,7 +21,23 @@ from kvflow.state.effects import (
     WatchNotices,
 )
 from kvflow.state.peers import BUSY_LEASES
-from kvflow.wire.messages import Ack, Cancel, Drained, Failed, Failure, Goodbye, Grant, PeerId, Ping, Pong, Refuse
+from kvflow.wire import messages as wire
+from kvflow.wire.messages import (
+    PARTS_PER_QUERY,
+    Ack,
+    Cancel,
+    Drained,
+    Failed,
+    Failure,
+    Goodbye,
+    Grant,
+    GrantedPages,
+    PagesQuery,
+    PeerId,
+    Ping,
+    Pong,
+    Refuse,
+)
 from tests.support.cores import (
     ABORTED,
     PREFILL,
@@ -55,6 +75,19 @@ def test_every_rank_of_the_instance_is_granted(core: DecodeDriver) -> None:
     grants = [(to, granted.room) for to, granted in messages(effects, Grant) if isinstance(granted, Grant)]
     assert grants == [(PREFILL, 7), (OTHER, 7), (PREFILL, 8), (OTHER, 8)]
     assert len(messages(core(request(3, room=9)), Grant)) == 2
+
+
+def test_an_answer_has_no_more_parts_than_an_honest_query_asks_for(
+    core: DecodeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "PAGES_INLINE", 1)
+    monkeypatch.setattr(wire, "PAGES_PER_PART", 1)
+    pages = np.arange(2 * PARTS_PER_QUERY, dtype=WIRE_PAGES).tobytes()
+    core(msgspec.structs.replace(request(), pages={"kv": pages}))
+    core.connect(PREFILL)
+    answer = core.hear(PREFILL, PagesQuery(room=ROOM, generation=1, start=2, stop=10**6))
+    parts = [part.part for _, part in messages(answer, GrantedPages) if isinstance(part, GrantedPages)]
+    assert parts == list(range(2, 2 + PARTS_PER_QUERY))
 
 
 def test_success_needs_every_rank(transfer: Transfer) -> None:
