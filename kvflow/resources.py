@@ -4,12 +4,15 @@ A shortage here must not look like a silent peer, and libzmq and other libraries
 while they start. So threads start when a rank opens, and some descriptors are kept for its first connections.
 """
 
+import asyncio
 import errno
+import math
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvflow.errors import Shortage, ThreadShortage
 
@@ -24,12 +27,14 @@ __all__ = [
     "descriptors",
     "find_shortage",
     "limit_of",
+    "report_accept_shortages",
     "with_shortage",
 ]
 
 RESERVED: Final = 12
 """Descriptors kept open for the first contact with a peer: a lookup and a connection, each with its monitor."""
 
+REPORT_AGAIN_S: Final = 60.0
 DESCRIPTORS: Final = Path("/proc/self/fd")
 LIMITS: Final = {errno.EMFILE: "RLIMIT_NOFILE", errno.ENOMEM: "RLIMIT_MEMLOCK", errno.EAGAIN: "RLIMIT_NPROC"}
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -99,6 +104,34 @@ def check_threads(number: int) -> None:
         is_checked.set()
         for thread in started:
             thread.join()
+
+
+def report_accept_shortages(loop: asyncio.AbstractEventLoop, report: Callable[[str], None]) -> None:
+    """Report that connections cannot be accepted; asyncio itself prints up to a hundred tracebacks a second.
+
+    Args:
+        loop: An event loop. Its exception handler is replaced; other exceptions go to the one before.
+        report: Called with the error and the limit, once a minute at most.
+    """
+    before = loop.get_exception_handler()
+    due = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal due
+        try:
+            if "socket" in context:
+                check_shortage(getattr(context.get("exception"), "errno", None))
+        except Shortage as shortage:
+            if loop.time() >= due:
+                due = loop.time() + REPORT_AGAIN_S
+                report(f"connections cannot be accepted: {shortage.values['detail']}")
+            return
+        if before is None:
+            loop.default_exception_handler(context)
+        else:
+            before(loop, context)
+
+    loop.set_exception_handler(handle)
 
 
 class Reserve:

@@ -1,5 +1,7 @@
 """An event loop in its own thread."""
 
+import asyncio
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -14,6 +16,7 @@ from anyio.from_thread import BlockingPortal
 
 from kvflow.config import check_duration
 from kvflow.errors import ConfigError, LocalProtocolError
+from kvflow.resources import report_accept_shortages
 
 __all__ = ["LoopThread"]
 
@@ -120,6 +123,7 @@ class LoopThread:
             raise ConfigError("affinity must consist of CPUs of this machine", affinity=self._affinity) from error
 
     async def _serve(self) -> None:
+        report_accept_shortages(asyncio.get_running_loop(), logging.getLogger("kvflow").warning)
         async with BlockingPortal() as portal:
             self._portal = portal
             self._running.set_result(None)

@@ -95,6 +95,33 @@ async def main():
 anyio.run(main)
 """
 
+SERVE = """
+import asyncio, logging, socket
+from kvflow.blocking import LoopThread
+
+said = []
+
+class Said(logging.Handler):
+    def emit(self, record):
+        said.append(record.msg)
+
+logging.getLogger("kvflow").addHandler(Said())
+with LoopThread() as loop, loop.use() as portal:
+    served = asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    server = portal.start_task_soon(lambda: served).result()
+    other = socket.socket()
+    taken = take_all()
+    other.connect(server.sockets[0].getsockname())
+    while not said:
+        pass
+    for fd in taken:
+        os.close(fd)
+    other.settimeout(20)
+    answer = other.recv(1)
+    portal.call(server.close)
+print(json.dumps([said, len(answer)]))
+"""
+
 OPEN = """
 async def open_rank(kind, config, layout):
     try:
@@ -128,7 +155,7 @@ def run(program: str, *arguments: str) -> Any:
     text = PROGRAM.replace("HANDSHAKE_S", "0.5") + program
     command = [sys.executable, "-W", "ignore", "-c", text, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     return json.loads(done.stdout)
 
 
@@ -138,6 +165,14 @@ def test_a_listener_says_that_it_cannot_accept_and_goes_on_once_it_can() -> None
     ended, anomalies = run(ACCEPT)
     assert ended == ["success", ""]
     assert anomalies["descriptor_shortage"] == 1
+
+
+@linux
+def test_an_http_port_that_cannot_accept_is_one_line() -> None:
+    said, num_bytes = run(SERVE)
+    (line,) = said
+    assert "RLIMIT_NOFILE is 256" in line
+    assert num_bytes == 0  # accepted and closed, after all
 
 
 @linux

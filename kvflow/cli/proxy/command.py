@@ -1,6 +1,7 @@
 """Run a router that asks prefill and decode servers at the same time, until interrupted."""
 
 import argparse
+import asyncio
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ import anyio
 
 from kvflow.cli.options import check_installed
 from kvflow.errors import ConfigError
+from kvflow.resources import report_accept_shortages
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -52,6 +54,7 @@ def _checked(option: str, url: str) -> str:
 async def _serve(prefill: Sequence[str], decode: Sequence[str], arguments: argparse.Namespace) -> None:
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing
 
+    report_accept_shortages(asyncio.get_running_loop(), lambda text: print(f"kvflow proxy: {text}", file=sys.stderr))
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with serve_proxy(prefill, decode, arguments.host, arguments.port) as url:
             print(url, flush=True)
