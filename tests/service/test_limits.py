@@ -1,5 +1,6 @@
 """What a rank accepts from its engine fits the limits of the other side, or is refused here, by name."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvflow
+from kvflow import decode
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
@@ -229,3 +231,15 @@ async def test_as_many_separate_allocations_as_regions_are_possible() -> None:
         async with decode.receive(1, prefill=prefill.endpoint, tokens=(0, 1), pages={"kv": [0]}) as receiver:
             await receiver.done()
     assert (memory[1, :, 0] == 7).all()
+
+
+async def test_other_tasks_run_between_checking_many_pages_and_holding_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MANY_PAGES", 1)
+    had_turn = anyio.Event()
+    async with pair(2) as both:
+        receiver = both.decode.receive(1, prefill=both.prefill.endpoint, tokens=(0, 2), pages={"kv": [0, 1]})
+        asyncio.get_running_loop().call_soon(had_turn.set)
+        with suppress(kvflow.TransferFailed):
+            async with receiver:
+                assert had_turn.is_set()
+                receiver.abort()
