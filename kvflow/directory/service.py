@@ -8,7 +8,7 @@ import msgspec
 from msgspec import structs
 
 from kvflow.aio.alarm import Alarm
-from kvflow.directory.table import Answer, RegistryTable
+from kvflow.directory.table import MAX_BYTES, MAX_RANKS, Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
 from kvflow.rate_limiter import RateLimiter
@@ -187,9 +187,9 @@ class DirectoryService:
         """
         if not self.table.has_place(record, principal):
             answerer = self._own.peer if self._own is not None else REGISTRY
-            self._send(
-                Answer(connection, Refuse(peer=answerer, to=record.peer, detail="too many ranks are registered"))
-            )
+            most = f"at most {MAX_RANKS} with {MAX_BYTES} bytes are kept, of which one principal has a share"
+            detail = f"too many ranks are registered: {self.num_ranks}; {most}"
+            self._send(Answer(connection, Refuse(peer=answerer, to=record.peer, detail=detail)))
             raise RemoteProtocolError("too many ranks are registered", rank=str(record.peer.rank))
 
     def _taker(self, connection: bytes) -> str | bytes:

@@ -9,14 +9,26 @@ import anyio.lowlevel
 import pytest
 
 from kvflow.control import dialer
-from kvflow.directory import Directories, Registry, RegistryClient, client, service
-from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
+from kvflow.directory import Directories, Registry, RegistryClient, client, service, table
+from kvflow.errors import ConfigError, LocalProtocolError, RemoteProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
+from kvflow.observe.trace import AnomalyLog
 from kvflow.trust import Trust
-from kvflow.wire.codec import decode_frames, encode
-from kvflow.wire.messages import Lookup, Message, Ping, RankRecord, Records, Register, Registered, Unregister
+from kvflow.wire.codec import decode, decode_frames, encode
+from kvflow.wire.messages import (
+    Lookup,
+    Message,
+    Ping,
+    RankRecord,
+    Records,
+    Refuse,
+    Register,
+    Registered,
+    SealedRegister,
+    Unregister,
+)
 from tests.control.ends import Client, Server
-from tests.directory.records import record
+from tests.directory.records import record, sealed
 from tests.observe.lines import printed
 from tests.support.reading import reading_context
 from tests.support.waiting import POLL_S, until
@@ -416,3 +428,21 @@ async def test_a_decode_rank_says_that_its_registry_cannot_be_reached(monkeypatc
     (unreachable,) = lines.named("registry_unreachable")
     assert unreachable["registry"] == endpoint
     assert "connection refused" in str(unreachable["detail"])
+
+
+async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_RANKS", 2)
+    monkeypatch.setattr(service, "MAX_RANKS", 2)
+    sent: list[bytes] = []
+    directory = service.DirectoryService(
+        lambda _connection, data: sent.append(data),
+        lambda _connection: ("prefill",),
+        lambda: 0.0,
+        AnomalyLog(get_logger(), lambda: 0.0),
+    )
+    directory.take(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
+    with pytest.raises(RemoteProtocolError):
+        directory.take(b"b", SealedRegister(record=sealed(engine_rank=1, num_ranks=2), lease_s=60.0))
+    refused = decode(sent[-1])
+    assert isinstance(refused, Refuse)
+    assert "too many ranks are registered: 1; at most 2" in refused.detail
