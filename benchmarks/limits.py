@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvflow
+from benchmarks.limits_of_tables import MAX_RANKS, MAX_SLOTS_PER_PEER, use_quarantine, use_registry, use_slots
 from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import names
 from kvflow.geometry import Component, KVLayout, Region
@@ -278,5 +279,8 @@ LIMITS: Final[Mapping[str, Limit]] = {
     "metadata_bytes": Limit(32 * 2**20, "bytes", use_metadata),
     "chunks": Limit(DEFAULTS.queued_chunks, "chunks", use_chunks),
     "peers": Limit(256, "decode ranks", use_peers),
+    "registry": Limit(MAX_RANKS, "ranks", use_registry),
+    "quarantined_pages": Limit(DEFAULTS.quarantined_pages, "rooms", use_quarantine),
+    "slots": Limit(MAX_SLOTS_PER_PEER, "slots", use_slots),
 }
 """What a peer, or an engine for it, can use up. `peers` is measured with what one process can hold."""

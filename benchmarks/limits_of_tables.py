@@ -1,0 +1,89 @@
+"""Limits of tables that a benchmark cannot fill from outside in reasonable time: the table alone, without sockets."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import anyio.lowlevel
+import numpy as np
+
+import kvflow
+from kvflow.config import MAX_SLOTS_PER_PEER
+from kvflow.directory.service import seal
+from kvflow.directory.table import MAX_RANKS, RegistryTable
+from kvflow.geometry import KVLayout
+from kvflow.state.prefill.slots import SlotPool
+from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.wire.messages import PeerId, RankId, RankRecord
+
+__all__ = ["MAX_RANKS", "MAX_SLOTS_PER_PEER", "use_quarantine", "use_registry", "use_slots"]
+
+CELL_BYTES: Final = 8
+RANKS_AT_ONCE: Final = 16
+"""Ranks that are registered in one turn of the event loop."""
+
+Act = Callable[[], Awaitable[None]]
+
+
+def _record(number: int, layout: KVLayout) -> RankRecord:
+    peer = PeerId(RankId(f"prefill{number}", 0), 1)
+    return RankRecord(peer=peer, num_ranks=1, endpoint="tcp://10.0.0.1:1", backend="memory", layout=layout)
+
+
+@asynccontextmanager
+async def use_registry(n: int) -> AsyncGenerator[Act]:
+    """Register ranks, each an instance of its own, renew them, and look each up."""
+    pool = np.zeros((1, 1, 1, CELL_BYTES), np.uint8)
+    layout = kvflow.layout_from_tensors({"k": [pool]}, axes="page token head dim", heads=(0, 1), fingerprint="limits")
+    records = [seal(_record(number, layout)) for number in range(n)]
+
+    async def act() -> None:
+        table = RegistryTable()
+        for number, record in enumerate(records * 2):
+            connection, now = number.to_bytes(4, "little"), number * 1e-4
+            if not table.has_place(record):
+                raise RuntimeError(f"the registry is full at {number} ranks")
+            table.register(record, 60.0, connection, now)
+            table.lookup(record.peer.rank.instance, 60.0, connection, now)
+            if not number % RANKS_AT_ONCE:
+                await anyio.lowlevel.checkpoint()
+        for number, record in enumerate(records):
+            table.unregister(record.peer)
+            if not number % RANKS_AT_ONCE:
+                await anyio.lowlevel.checkpoint()
+
+    yield act
+
+
+@asynccontextmanager
+async def use_quarantine(n: int) -> AsyncGenerator[Act]:
+    """Put rooms of one page into quarantine, ask for admission after each, and release them."""
+
+    async def act() -> None:
+        quarantine = Quarantine(kvflow.Limits(quarantined_pages=n + 1))
+        for room in range(n):
+            quarantine.put(room, Footprint(1, CELL_BYTES))
+            quarantine.check_admission()
+            await anyio.lowlevel.checkpoint()
+        for room in range(n):
+            quarantine.remove(room)
+            await anyio.lowlevel.checkpoint()
+
+    yield act
+
+
+@asynccontextmanager
+async def use_slots(n: int) -> AsyncGenerator[Act]:
+    """Take all slots of a window, lose them, and get them back."""
+
+    async def act() -> None:
+        pool = SlotPool(n)
+        taken = [pool.take() for _ in range(n)]
+        for slot in taken:
+            pool.lose(slot)
+            await anyio.lowlevel.checkpoint()
+        for slot in taken:
+            pool.give_back(slot)
+            await anyio.lowlevel.checkpoint()
+
+    yield act
