@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.observe.times import Duration, StageTimes
+from kvflow.resources import descriptors
 from kvflow.statistics import RankStatistics, StagingStatistics
 from tests.support.instances import BACKENDS, Deployment, anomalies_of, deploy
 
@@ -39,6 +40,7 @@ class Census:
 
 def take_census(deployment: Deployment) -> Census:
     gc.collect()
+    descriptors.fill()  # the reserve may lack those that the latest connection took
     types = [type(item) for item in gc.get_objects()]
     objects = Counter(kind.__qualname__ for kind in types if str(kind.__module__).startswith("kvflow"))
     for name in REMEMBERED:
