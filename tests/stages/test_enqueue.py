@@ -365,7 +365,11 @@ def test_the_last_chunk_carries_the_metadata(metadata: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "values"),
-    [(b"123456", {"num_bytes": 6, "limit": 5}), ("token", {"type": "str"}), (None, {"type": "NoneType"})],
+    [
+        (b"123456", {"num_bytes": 6, "limit": 5, "setting": "limits.metadata_bytes"}),
+        ("token", {"type": "str"}),
+        (None, {"type": "NoneType"}),
+    ],
 )
 def test_metadata_that_cannot_travel_is_refused(metadata: Any, values: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="metadata") as caught:
