@@ -650,7 +650,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._log.info("quarantine_left", room=transfer.room, quarantined=len(self._core.quarantine))
         if effect.memory is Memory.SAFE and is_over:
             del self._transfers[key]
-        if is_over and not was_settled and (is_quarantined or effect.memory is Memory.SAFE):
+        if transfer.is_settled and not was_settled:
             self._num_unsettled -= 1
             if not self._num_unsettled:
                 self._settled.set()

@@ -205,8 +205,7 @@ class Transfer(abc.ABC):
             self._settled.set()
         if memory is Memory.SAFE:
             self._safe.set()
-        if self.on_change is not None:
-            self.tell_engine()
+        self.tell_engine()
 
     def tell_engine(self) -> None:
         """Call `on_change`."""

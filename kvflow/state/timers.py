@@ -32,10 +32,11 @@ class Timers(Generic[Key]):
     def set(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, instead of whenever it was due before."""
         self._count += 1
+        is_replaced = key in self._due
         entry = self._due[key] = (when, self._count, key)
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._drop_stale()
+        if is_replaced:
+            self._prune()
 
     def set_once(self, key: Key, when: float) -> None:
         """Make `key` due at `when`, unless it is due already."""
@@ -46,8 +47,7 @@ class Timers(Generic[Key]):
         """Clear the timer of `key`; return whether it was set."""
         if self._due.pop(key, None) is None:
             return False
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._drop_stale()
+        self._prune()
         return True
 
     def next(self) -> float | None:
@@ -87,6 +87,8 @@ class Timers(Generic[Key]):
                 break
             yield key, now - due
 
-    def _drop_stale(self) -> None:
-        self._heap = list(self._due.values())
-        heapq.heapify(self._heap)
+    def _prune(self) -> None:
+        """Bound the number of stale entries; called after each new one."""
+        if len(self._heap) > 2 * len(self._due) + 64:
+            self._heap = list(self._due.values())
+            heapq.heapify(self._heap)
