@@ -433,5 +433,6 @@ class PeerProofs:
 
     async def _fence(self, effect: ef.WaitForFence, wait: _Wait) -> None:
         is_fenced = await self._backend.outlast(effect.domain, wait.ends)
-        self._waits.pop((effect.peer, None), None)
+        if self._waits.get((effect.peer, None)) is wait:  # else a later wait for the same peer has begun
+            del self._waits[effect.peer, None]
         self._context.dispatch(ev.PeerFenced(effect.peer) if is_fenced else ev.FenceImpossible(effect.peer))

@@ -106,3 +106,20 @@ async def test_what_a_rank_has_listed_before_a_wait_began_does_not_count() -> No
         proofs.backend.have_landed.set()
     assert proofs.events == [PeerFenced(PREFILL), PeerFenced(OTHER)]
     assert [is_alive for *_, is_alive in proofs.backend.waits] == [False, False]
+
+
+async def test_the_end_of_a_wait_takes_nothing_from_a_later_one_for_the_same_rank() -> None:
+    async with anyio.create_task_group() as tasks:
+        proofs = Proofs(tasks)
+        first = proofs.backend.have_landed
+        proofs.stage.fence(WaitForFence(PREFILL, b"elsewhere", 1))
+        await proofs.waits(1)
+        proofs.backend.have_landed = anyio.Event()
+        proofs.stage.fence(WaitForFence(PREFILL, b"elsewhere", 2))
+        await proofs.waits(2)
+        first.set()
+        await until(lambda: proofs.events)
+        proofs.note(2, b"end", of=OTHER)
+        assert await proofs.waits(2) == [set(), {b"end"}]
+        proofs.backend.have_landed.set()
+    assert proofs.events == [PeerFenced(PREFILL)] * 2
