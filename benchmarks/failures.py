@@ -9,6 +9,7 @@ import math
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,11 @@ SPREAD_S: Final = 0.02
 
 STOPPED_LEASES: Final = 4.0
 """How long a process is stopped, in leases."""
+
+GIVE_BACK_S: Final = 20.0
+"""How long the survivor may take to hold no more files and threads than before the first disturbance."""
+
+LOOK_AGAIN_S: Final = 0.05
 
 MAX_MISSES: Final = 10
 """Limit of successive disturbances that come after the end of their transfer, which do not count."""
@@ -258,7 +264,7 @@ async def _measure(case: str, settings: FailureSettings, on_round: Callable[[str
             faults_before = sum(pair.faults.values())
             await _disturb_in_the_middle(pair, disturb, number)
             is_next_ok = await _transfer_next(pair)
-            last = await _settle(pair.survivor)
+            last = await _settle(pair.survivor, first)
             _check_account(pair, last)
             most_fds = max(most_fds, last["fds"])
             num_next_ok += is_next_ok
@@ -380,9 +386,16 @@ def _check_bytes(pair: _Pair, ended: Report) -> None:
         pair.fault("wrong bytes")
 
 
-async def _settle(worker: Engine) -> Report:
-    await worker.tell("settle")
-    return await worker.expect("account")
+async def _settle(worker: Engine, before: Report | None = None) -> Report:
+    """Return the account of a process once it holds no more than before; what it holds now, if that takes too long."""
+    give_up_s = time.monotonic() + GIVE_BACK_S
+    while True:
+        await worker.tell("settle")
+        account = await worker.expect("account")
+        is_given_back = before is None or all(account[held] <= before[held] for held in ("fds", "threads"))
+        if is_given_back or time.monotonic() > give_up_s:
+            return account
+        await anyio.sleep(LOOK_AGAIN_S)  # nothing tells when a library has closed the connections of a dead process
 
 
 def _check_account(pair: _Pair, account: Report) -> None:

@@ -4,13 +4,13 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 import kvflow
+from benchmarks.resources import num_files
 from tests.attack.guarded import guarded, works
 from tests.attack.insiders import under_way
 from tests.support.instances import decode_config, deploy, make_pool
@@ -32,10 +32,6 @@ def files(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def connect(endpoint: str) -> socket.socket:

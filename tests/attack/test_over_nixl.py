@@ -3,7 +3,6 @@
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
-from pathlib import Path
 from typing import Any
 
 import anyio.lowlevel
@@ -11,6 +10,7 @@ import pytest
 from msgspec import structs
 
 import kvflow
+from benchmarks.resources import num_files
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.nixl import agent as nixl_agent
 from kvflow.backends.nixl import outgoing
@@ -36,10 +36,6 @@ SLACK = 8
 """File descriptors that the attacker's connections and other parts of the process may use meanwhile."""
 
 SIDE_PAGES = 64
-
-
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def other(rank: int) -> PeerId:

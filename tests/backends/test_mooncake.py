@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import pytest
 
+from benchmarks.resources import num_files
 from kvflow.backends import create_backend, library_sockets
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.mooncake import MooncakeBackend, engine, library
@@ -304,7 +305,7 @@ def held() -> tuple[set[str], int, int]:
     """Return the names of Python threads, and the numbers of all threads and of open files."""
     gc.collect()
     threads = {thread.name for thread in threading.enumerate()}
-    return threads, len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
+    return threads, len(list(Path("/proc/self/task").iterdir())), num_files()
 
 
 @pytest.mark.slow

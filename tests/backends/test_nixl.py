@@ -15,6 +15,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from benchmarks.resources import num_files
 from kvflow.backends import create_backend
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend, library
@@ -290,30 +291,34 @@ async def open_and_close() -> None:
 def held() -> tuple[set[str], int]:
     """Return the names of Python threads, and the number of open files."""
     gc.collect()
-    return {thread.name for thread in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))
+    return {thread.name for thread in threading.enumerate()}, num_files()
+
+
+def is_given_back(before: tuple[set[str], int]) -> bool:
+    """Return whether no more is held than before; threads of an earlier test may end meanwhile."""
+    now = held()
+    return now[0] <= before[0] and now[1] <= before[1]
 
 
 async def test_nothing_is_left_after_close() -> None:
     for _ in range(3):
         await open_and_close()
-    threads, num_files = held()
+    before = held()
     for _ in range(5):
         await open_and_close()
-    assert held()[0] <= threads  # threads of an earlier test may end meanwhile
-    assert held()[1] <= num_files
+    await until(lambda: is_given_back(before))
 
 
 async def test_closing_is_not_cut_short_by_cancellation() -> None:
     await open_and_close()
-    threads, num_files = held()
+    before = held()
     async with open_endpoints("nixl") as (source, target):
         with anyio.CancelScope() as scope:
             scope.cancel()
             await source.backend.aclose()
         assert scope.cancelled_caught is False
         await target.close()
-        assert held()[0] <= threads  # threads of an earlier test may end meanwhile
-        assert held()[1] <= num_files
+        await until(lambda: is_given_back(before))
 
 
 async def connect_in_vain(source: Endpoint, target: Endpoint) -> None:

@@ -1,13 +1,13 @@
 """Posts whose end NIXL cannot report, and what proves that they have ended."""
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+from benchmarks.resources import num_files
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
 from kvflow.backends.nixl import agent as nixl_agent
@@ -264,10 +264,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, agent_class: Any, method: str) -> 
     return arguments
 
 
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def write_once(source: Endpoint, target: Endpoint, post_id: int) -> None:
     source.post(post_id, target, copies(source, target), b"here")
     await source.take_ends(post_id + 1)
@@ -284,7 +280,7 @@ async def test_disconnecting_a_live_peer_leaves_no_open_file(monkeypatch: pytest
             await source.backend.disconnect(target.name)
             await source.connect(target)
             await write_once(source, target, post_id)
-        assert num_files() <= before
+        await until(lambda: num_files() <= before)
         assert {end.error for end in source.ends()} == {None}
         assert added == []
 

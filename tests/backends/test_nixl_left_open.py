@@ -3,13 +3,13 @@
 import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+from benchmarks.resources import num_files
 from kvflow.backends import library_sockets
 from kvflow.backends.nixl import NixlBackend, outgoing
 from kvflow.backends.nixl import agent as nixl_agent
@@ -37,10 +37,6 @@ SLACK = 4
 """Descriptors that other parts of the process may open meanwhile."""
 
 NUM_BYTES = 4 * 2**20
-
-
-def num_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def to(source: Endpoint, agent: ForeignAgent, length: int = 4_096) -> Descriptors:

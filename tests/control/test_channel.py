@@ -4,16 +4,15 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from benchmarks.resources import num_files
 from kvflow.control import dialer, sockets
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
-from kvflow.resources import descriptors
 from kvflow.wire.codec import decode_frames
 from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.machine import has_ipv6
@@ -276,11 +275,6 @@ async def test_the_first_two_of_several_frames_arrive_as_they_are_and_are_refuse
         assert received == frames[:2]
         with pytest.raises(RemoteProtocolError, match="one frame"):
             decode_frames(received)
-
-
-def num_files() -> int:
-    descriptors.fill()  # the reserve may lack those that the latest connection took
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_close_gives_files_back() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.resources import num_files
 from kvflow.observe.times import Duration, StageTimes
-from kvflow.resources import descriptors
 from kvflow.statistics import RankStatistics, StagingStatistics
 from tests.support.instances import BACKENDS, Deployment, anomalies_of, deploy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -40,14 +41,13 @@ class Census:
 
 def take_census(deployment: Deployment) -> Census:
     gc.collect()
-    descriptors.fill()  # the reserve may lack those that the latest connection took
     types = [type(item) for item in gc.get_objects()]
     objects = Counter(kind.__qualname__ for kind in types if str(kind.__module__).startswith("kvflow"))
     for name in REMEMBERED:
         del objects[name]
     status = Path("/proc/self/status").read_text().split()
     return Census(
-        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        descriptors=num_files(),
         threads=sorted(thread.name for thread in threading.enumerate()),
         tables=[
             statistics._replace(
@@ -83,7 +83,7 @@ async def test_a_thousand_transfers_one_after_another(backend: str) -> None:
             await transfer_once(deployment, room)
         await deployment.settle()
         after = take_census(deployment)
-        assert after.descriptors <= before.descriptors
+        await until(lambda: num_files() <= before.descriptors)
         assert after.threads == before.threads
         assert after.tables == before.tables
         assert {name: more for name, more in (after.objects - before.objects).items() if more > SWEPT_LATE} == {}
