@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
@@ -58,7 +58,7 @@ from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quaranti
 from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.state.timers import Timers
+from kvflow.state.timers import NextTimer
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust, short
@@ -99,8 +99,10 @@ class Core(Protocol[Event_contra, Effect_co]):
     """The common interface of both cores; see `kvflow.state`."""
 
     quarantine: Quarantine
-    timers: Timers[Hashable]
-    """Their earliest one says when the core needs a `TimePassed` event."""
+
+    @property
+    def timers(self) -> NextTimer:
+        """Its timers, the earliest of which says when it needs a `TimePassed` event."""
 
     def handle(self, event: Event_contra, now: float, /) -> Sequence[Effect_co]:
         """Handle an event, and return the resulting effects.

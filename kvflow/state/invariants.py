@@ -59,15 +59,16 @@ def _check_prefill(core: PrefillCore) -> None:
         core.quarantine,
         [room.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
-    counts = Counter(delivery.peer for delivery in rooms.unfenced)
-    _require(rooms.count_unfenced() == counts, "unfenced deliveries are miscounted", counted=rooms.count_unfenced())
-    for delivery in rooms.unfenced.values():
+    counts = Counter(delivery.id.peer for delivery in rooms.unfenced)
+    by_peer = rooms.unfenced.counts()
+    _require(by_peer == counts, "unfenced deliveries are miscounted", counted=by_peer)
+    for delivery in rooms.unfenced:
         _require(not delivery.is_fenced, "delivery is fenced but not forgotten", delivery=delivery.id)
     for number, room in rooms.rooms.items():
         _check_facts(room.state, room=number)
         is_over = room.state.is_safe and not room.state.is_pending
         _require(not is_over, "room is over but not forgotten", room=number)
-        _require(number not in rooms.waiting, "grants wait for an open room", room=number)
+        _require(number not in core.requests.waiting, "grants wait for an open room", room=number)
         _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
         _check_announced(core, room)
         standings = [STANDING[delivery.state.outcome, delivery.state.memory] for delivery in room.deliveries.values()]

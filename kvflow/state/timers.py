@@ -1,15 +1,22 @@
 """Timers by key, earliest first. Pure: the caller passes the time."""
 
 import heapq
-from collections.abc import Hashable, Iterator
-from typing import Final, Generic, TypeVar
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["EXPIRED_AT_ONCE", "Timers"]
+__all__ = ["EXPIRED_AT_ONCE", "NextTimer", "Timers"]
 
 EXPIRED_AT_ONCE: Final = 128
 """Number of timers that one event handles: retransmitting thousands of grants takes a second."""
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+class NextTimer(Protocol):
+    """Timers of any keys."""
+
+    def next(self) -> float | None:
+        """Return when the earliest timer is due; None if no timer is set."""
 
 
 class Timers(Generic[Key]):
@@ -49,6 +56,20 @@ class Timers(Generic[Key]):
             return False
         self._prune()
         return True
+
+    def sync(self, before: Mapping[Key, float], wanted: Mapping[Key, float]) -> dict[Key, float]:
+        """Clear the timers of `before` that are not wanted any more, and set those that are new.
+
+        Returns:
+            The wanted timers, and when each was due when it was set.
+        """
+        for key in before:
+            if key not in wanted:
+                self.clear(key)
+        for key, when in wanted.items():
+            if key not in before:
+                self.set(key, when)
+        return {key: before.get(key, when) for key, when in wanted.items()}
 
     def next(self) -> float | None:
         """Return when the earliest timer is due; None if no timer is set."""

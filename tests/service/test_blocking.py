@@ -454,7 +454,7 @@ def test_priority_travels_with_the_grant() -> None:
         receiver = pair.decode.receive(1, prefill="prefill", tokens=TOKENS, pages=PAGES, priority=5)
         while not pair.prefill.statistics().waiting_grants:
             time.sleep(1e-4)
-        waiting = pair.prefill._opened._core.rooms.waiting.find(1, pair.decode._opened.me)
+        waiting = pair.prefill._opened._core.requests.waiting.find(1, pair.decode._opened.me)
         assert isinstance(waiting, Grant)
         assert waiting.priority == 5
         receiver.abort()

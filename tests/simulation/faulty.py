@@ -20,14 +20,16 @@ from kvflow.state.decode import instances as decode_instances
 from kvflow.state.decode import peers as decode_peers
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
+from kvflow.state.decode.deadlines import ReceiveDeadline
 from kvflow.state.decode.held import HeldPages
 from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
-from kvflow.state.events import Chunk, DeliveryId, PlanFinished
+from kvflow.state.events import Chunk, PlanFinished
 from kvflow.state.prefill import delivery as prefill_delivery
 from kvflow.state.prefill import peers as prefill_peers
 from kvflow.state.prefill import pieces, queue, slots
 from kvflow.state.prefill import room as prefill_room
 from kvflow.state.prefill import rooms as prefill_rooms
+from kvflow.state.prefill.requests import Requests
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
 
@@ -126,14 +128,14 @@ def closed_generations_are_forgotten(patch: Patch) -> None:
 
 
 def late_grant_is_obeyed_after_cancel(patch: Patch) -> None:
-    original = prefill_rooms.Rooms.cancel
+    original = Requests.cancel
 
-    def cancel(self: prefill_rooms.Rooms, peer: Any, message: Any, now: float) -> list[PrefillEffect]:
+    def cancel(self: Requests, *arguments: Any, **options: Any) -> list[PrefillEffect]:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(prefill_peers.DecodePeers, "close", lambda *_: None)
-            return original(self, peer, message, now)
+            return original(self, *arguments, **options)
 
-    patch.setattr(prefill_rooms.Rooms, "cancel", cancel)
+    patch.setattr(Requests, "cancel", cancel)
 
 
 def drained_is_said_before_posts_end(patch: Patch) -> None:
@@ -228,6 +230,7 @@ def receivers_have_no_deadline(patch: Patch) -> None:
 
 def senders_have_no_deadline(patch: Patch) -> None:
     patch.setattr(prefill_rooms.Rooms, "expired", lambda *_: [])
+    patch.setattr(Requests, "expired", lambda *_: [])
 
 
 def credit_is_not_given_back(patch: Patch) -> None:
@@ -472,7 +475,7 @@ def announced_rooms_may_be_without_pages_for_ever(patch: Patch) -> None:
     original = decode_rooms.Rooms.expired
 
     def expired(self: decode_rooms.Rooms, key: Any, now: float) -> list[DecodeEffect]:
-        if isinstance(key, decode_rooms.ReceiveDeadline) and key.generation in self.announced:
+        if isinstance(key, ReceiveDeadline) and key.generation in self.announced:
             return []
         return original(self, key, now)
 
@@ -495,10 +498,7 @@ def announced_rooms_outlive_their_decode_rank(patch: Patch) -> None:
 
 
 def declines_of_announced_rooms_are_not_heard(patch: Patch) -> None:
-    def decline(self: prefill_rooms.Rooms, peer: Any, said: Any, _: float) -> list[PrefillEffect]:
-        return self._context.drained(DeliveryId(said.room, peer.id, said.generation), said.failure)
-
-    patch.setattr(prefill_rooms.Rooms, "decline", decline)
+    patch.setattr(Requests, "decline", lambda *_, **__: [])
 
 
 def pages_of_announced_rooms_are_not_held(patch: Patch) -> None:

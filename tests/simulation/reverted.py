@@ -48,10 +48,10 @@ def goodbye_is_said_first_and_proofs_after_it_are_dropped(patch: Patch) -> None:
 
 
 def rooms_that_are_not_taken_are_not_declined(patch: Patch) -> None:
-    def decline(self: handshake.Instances, opened: Any, *_: Any) -> list[DecodeEffect]:
-        instance = self._instances.at(opened.instance)
+    def decline(self: handshake.Instances, room: Any, *_: Any) -> list[DecodeEffect]:
+        instance = self._instances.at(room.opened.instance)
         if instance is not None:
-            instance.waiting.pop(opened.generation, None)
+            instance.waiting.pop(room.opened.generation, None)
         return []
 
     patch.setattr(handshake.Instances, "decline", decline)

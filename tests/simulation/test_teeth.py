@@ -103,12 +103,14 @@ RARE: Final = (
 
 
 def is_found_by(evidence: int | str) -> bool:
+    """Return whether a run breaks a promise. A fault that raises does not count: its patch may be outdated."""
     if isinstance(evidence, int):
-        return run_seed(evidence).violation is not None
+        violation = run_seed(evidence).violation
+        return violation is not None and "event_failed" not in violation
     try:
         play((SCENARIOS / f"{evidence}.txt").read_text("utf-8"))
-    except ScenarioError:
-        return True
+    except ScenarioError as error:
+        return "event_failed" not in str(error)
     return False
 
 

@@ -102,7 +102,7 @@ def test_who_waits_for_a_room_is_turned_away_when_the_rank_drains(prefill: Prefi
 def test_who_asks_a_draining_rank_for_a_new_room_is_told_at_once(prefill: PrefillDriver) -> None:
     prefill(DRAIN)
     assert refusals(prefill, grant()) == [LEAVING]
-    assert len(prefill.core.rooms.waiting) == 0
+    assert len(prefill.core.requests.waiting) == 0
 
 
 def test_a_draining_rank_that_has_done_its_part_fails_nobody() -> None:
@@ -184,7 +184,7 @@ def test_goodbye_fails_rooms_whose_grants_wait_when_they_are_opened(prefill: Pre
     """No decode rank would ask for those rooms, and the engine would hold their pages for `grant_s`."""
     prefill.hear(DECODE, grant())
     prefill.hear(DECODE, Goodbye(peer=DECODE))
-    assert len(prefill.core.rooms.waiting) == 0
+    assert len(prefill.core.requests.waiting) == 0
     assert reports(prefill(ev.SendOpened(ROOM))) == [("failed", "draining"), ("failed", "safe")]
     assert len(prefill.core.timers) == len(PrefillDriver().core.timers)
 

@@ -4,13 +4,23 @@ It does no I/O, reads no clock and draws no random numbers. The shell passes it 
 carry out in order. Equal events at equal times give equal effects, so any run can be replayed.
 """
 
-from collections.abc import Hashable
 from typing import assert_never
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
+from kvflow.state.decode.deadlines import (
+    DecodeTimer,
+    PeerForgotten,
+    PingDue,
+    ProbeDue,
+    QueuePairsGone,
+    ReceiveDeadline,
+    ReceiveStalled,
+    ReceiveUnanswered,
+    ReceiveUndrained,
+)
 from kvflow.state.decode.handshake import Instances
-from kvflow.state.decode.peers import PeerForgotten, PingDue, PrefillPeers, ProbeDue, QueuePairsGone
+from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.windows import StagingWindows
@@ -54,7 +64,7 @@ class DecodeCore:
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
         self.me = me
         self._settings = settings
-        self.timers: Timers[Hashable] = Timers()
+        self.timers: Timers[DecodeTimer] = Timers()
         self.quarantine = Quarantine(settings.limits)
         self.peers = PrefillPeers(me, settings, self.timers)
         context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)
@@ -364,7 +374,7 @@ class DecodeCore:
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
-    def _expired(self, key: Hashable, now: float, late_s: float) -> list[DecodeEffect]:
+    def _expired(self, key: DecodeTimer, now: float, late_s: float) -> list[DecodeEffect]:
         match key:
             case LeaseCheck(peer):
                 return self._check_lease(peer, now, late_s)
@@ -376,8 +386,10 @@ class DecodeCore:
                 return self._fenced(peer, now)
             case PeerForgotten(peer):
                 return self._forget_if_unused(peer, now)
+            case ReceiveDeadline() | ReceiveStalled() | ReceiveUnanswered() | ReceiveUndrained():
+                return self.rooms.expired(key, now)
             case _:
-                return [*self.rooms.expired(key, now), *self.instances.expired(key, now)]
+                return self.instances.expired(key, now)
 
     def _check_lease(self, peer: PeerId, now: float, late_s: float) -> list[DecodeEffect]:
         """Declare a rank lost after it was silent for a whole lease."""

@@ -4,11 +4,8 @@ The addresses come from a directory, which need not be trusted. So the first ran
 it has answered. Ranks that have never answered share few places (`kvflow.state.turns`).
 """
 
-from collections.abc import Hashable
-
-import msgspec
-
 from kvflow.config import Timeouts, split_address
+from kvflow.state.decode.deadlines import DecodeTimer, HelloUnanswered
 from kvflow.state.decode.instances import Instance, InstanceTable
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.rooms import Rooms
@@ -17,7 +14,7 @@ from kvflow.state.timers import Timers
 from kvflow.state.turns import Turns
 from kvflow.wire.messages import PeerId, RankRecord
 
-__all__ = ["MAX_DIALS", "TURN_S", "Dialing", "HelloUnanswered"]
+__all__ = ["MAX_DIALS", "TURN_S", "Dialing"]
 
 MAX_DIALS = 64
 """Maximum number of ranks that have been connected to, and have never answered."""
@@ -29,12 +26,6 @@ MAX_HELLO_PAUSE_S = 1.0
 """Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
 
 
-class HelloUnanswered(msgspec.Struct, frozen=True):
-    """Timer: a rank has not answered its Hello, which must be retransmitted."""
-
-    peer: PeerId
-
-
 class Dialing:
     """Connects to ranks and sends them Hellos. Methods return effects."""
 
@@ -44,7 +35,7 @@ class Dialing:
         instances: InstanceTable,
         peers: PrefillPeers,
         rooms: Rooms,
-        timers: Timers[Hashable],
+        timers: Timers[DecodeTimer],
     ) -> None:
         self._first_pause_s = min(timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
         self._instances = instances

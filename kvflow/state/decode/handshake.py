@@ -21,7 +21,8 @@ the directory may have named strangers.
 """
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from typing import assert_never
 
 import msgspec
 from msgspec.structs import replace
@@ -29,7 +30,15 @@ from msgspec.structs import replace
 from kvflow.errors import FailureReason, Stage
 from kvflow.gate import host_denial
 from kvflow.room import RoomId
-from kvflow.state.decode.dialing import TURN_S, Dialing, HelloUnanswered
+from kvflow.state.decode.deadlines import (
+    DeclineUnanswered,
+    DecodeTimer,
+    HandshakeDeadline,
+    HelloUnanswered,
+    InstanceTimer,
+    RetryLookup,
+)
+from kvflow.state.decode.dialing import TURN_S, Dialing
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
@@ -90,29 +99,11 @@ MAX_DECLINES = 6
 """How often a decline is sent without a handshake."""
 
 
-class RetryLookup(msgspec.Struct, frozen=True):
-    """Timer: ask the directory again."""
-
-    instance: int
-
-
-class HandshakeDeadline(msgspec.Struct, frozen=True):
-    """Timer: the first waiting room has reached its handshake deadline."""
-
-    instance: int
-
-
-class DeclineUnanswered(msgspec.Struct, frozen=True):
-    """Timer: a rank of an instance has not answered a decline, which must be retransmitted."""
-
-    instance: int
-
-
 class Instances:
     """Prefill instances, and the state of the handshake with each. Methods return effects."""
 
     def __init__(
-        self, me: PeerId, settings: DecodeSettings, peers: PrefillPeers, rooms: Rooms, timers: Timers[Hashable]
+        self, me: PeerId, settings: DecodeSettings, peers: PrefillPeers, rooms: Rooms, timers: Timers[DecodeTimer]
     ) -> None:
         self._me = me
         self._settings = settings
@@ -478,7 +469,7 @@ class Instances:
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
-    def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
+    def expired(self, key: InstanceTimer, now: float) -> list[DecodeEffect]:
         """Handle an expired timer."""
         match key:
             case RetryLookup(number):
@@ -498,7 +489,8 @@ class Instances:
                 return self._fail_waiting(instance, now)
             case HelloUnanswered(peer):
                 return self._dialing.repeat(self._instance_of(peer), peer, now)
-        return []
+            case _:
+                assert_never(key)
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,9 @@
 """Prefill ranks that a decode rank knows: connections, liveness, proofs of termination, staging windows. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import Final, NamedTuple, TypeVar
 
-import msgspec
-
+from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, ProbeDue, QueuePairsGone
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import (
     Connect,
@@ -24,7 +22,7 @@ from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Message, PeerId, Ping, Pong, StagingWindow, Welcome
 
-__all__ = ["PeerForgotten", "PingDue", "PrefillPeers", "ProbeDue", "QueuePairsGone"]
+__all__ = ["PrefillPeers"]
 
 Item = TypeVar("Item")
 
@@ -37,30 +35,6 @@ one."""
 
 LEASES_TO_FORGET = 10
 """Further leases of silence after which a lost peer is forgotten; until then it may only be partitioned."""
-
-
-class PingDue(msgspec.Struct, frozen=True):
-    """Timer: a Ping to a peer is due."""
-
-    peer: PeerId
-
-
-class PeerForgotten(msgspec.Struct, frozen=True):
-    """Timer: a lost peer has been silent long enough to forget it, or to close its connection."""
-
-    peer: PeerId
-
-
-class ProbeDue(msgspec.Struct, frozen=True):
-    """Timer: the next probe of a suspect peer's process is due."""
-
-    peer: PeerId
-
-
-class QueuePairsGone(msgspec.Struct, frozen=True):
-    """Timer: by the deployment's setting, no write of a terminated process can land any more."""
-
-    peer: PeerId
 
 
 class Origin(NamedTuple):
@@ -85,7 +59,7 @@ class PrefillPeers:
         windows: Staging windows and their owners.
     """
 
-    def __init__(self, me: PeerId, settings: DecodeSettings, timers: Timers[Hashable]) -> None:
+    def __init__(self, me: PeerId, settings: DecodeSettings, timers: Timers[DecodeTimer]) -> None:
         self.windows = StagingWindows(settings.staging)
         self._me = me
         self._timeouts = settings.timeouts

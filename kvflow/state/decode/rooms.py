@@ -1,14 +1,20 @@
 """All rooms of one decode rank. Pure."""
 
-from collections.abc import Hashable, Mapping
-from typing import NamedTuple
-
-import msgspec
+from collections.abc import Mapping
+from typing import NamedTuple, assert_never
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PagesInUse, Stage
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
 from kvflow.state.closed import ClosedGenerations
+from kvflow.state.decode.deadlines import (
+    DecodeTimer,
+    ReceiveDeadline,
+    ReceiveStalled,
+    ReceiveTimer,
+    ReceiveUnanswered,
+    ReceiveUndrained,
+)
 from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage, WaitForLanding
@@ -47,30 +53,6 @@ GRANTS_PER_PAUSE = 500
 retransmitting thousands of them while prefill lets them wait costs more than the transfers."""
 
 
-class ReceiveDeadline(msgspec.Struct, frozen=True):
-    """Timer: the time limit of the transfer, or of an announced room's wait for pages, is over."""
-
-    generation: int
-
-
-class ReceiveStalled(msgspec.Struct, frozen=True):
-    """Timer: nothing has arrived for too long."""
-
-    generation: int
-
-
-class ReceiveUnanswered(msgspec.Struct, frozen=True):
-    """Timer: a rank has not sent everything, or not given its proof, and may have missed a message."""
-
-    generation: int
-
-
-class ReceiveUndrained(msgspec.Struct, frozen=True):
-    """Timer: granted ranks have not sent Drained in time after the transfer failed."""
-
-    generation: int
-
-
 class _Ended(NamedTuple):
     """How a transfer ended; `failure` is None for a success."""
 
@@ -94,7 +76,7 @@ class Rooms:
     """
 
     def __init__(
-        self, context: ReceiveContext, settings: DecodeSettings, timers: Timers[Hashable], quarantine: Quarantine
+        self, context: ReceiveContext, settings: DecodeSettings, timers: Timers[DecodeTimer], quarantine: Quarantine
     ) -> None:
         self.rooms: dict[int, Room] = {}
         self.generations: dict[RoomId, int] = {}
@@ -336,7 +318,7 @@ class Rooms:
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
-    def expired(self, key: Hashable, now: float) -> list[DecodeEffect]:
+    def expired(self, key: ReceiveTimer, now: float) -> list[DecodeEffect]:
         """Handle an expired timer."""
         match key:
             case ReceiveDeadline(generation):
@@ -354,7 +336,8 @@ class Rooms:
             case ReceiveUndrained(generation):
                 room = self.rooms[generation]
                 return self._follow(room, room.in_doubt(), now)
-        return []
+            case _:
+                assert_never(key)
 
     def _retransmit(self, room: Room, now: float) -> list[DecodeEffect]:
         effects = room.retransmit(self._time_left(room, now))

@@ -4,7 +4,6 @@ It does no I/O, reads no clock and draws no random numbers. The shell passes it 
 carry out in order. Equal events at equal times give equal effects, so any run can be replayed.
 """
 
-from collections.abc import Hashable
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -28,12 +27,14 @@ from kvflow.state.effects import (
     YieldTurn,
 )
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
-from kvflow.state.prefill.deadlines import PostStalled
+from kvflow.state.prefill.deadlines import DeclineForgotten, PostStalled, PrefillTimer, RoomUnopened, SlotUnreturned
 from kvflow.state.prefill.delivery import SendContext
+from kvflow.state.prefill.failed import FailedRooms
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
 from kvflow.state.prefill.queue import PieceQueue, Turn
+from kvflow.state.prefill.requests import Requests
 from kvflow.state.prefill.rooms import Rooms
-from kvflow.state.prefill.slots import RemoteSlots, SlotPool, SlotUnreturned
+from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
@@ -86,13 +87,15 @@ class PrefillCore:
 
     def __init__(self, me: PeerId, settings: PrefillSettings) -> None:
         self.me = me
-        self.timers: Timers[Hashable] = Timers()
+        self.timers: Timers[PrefillTimer] = Timers()
         self.quarantine = Quarantine(settings.limits)
         self.peers = DecodePeers(self.timers, settings.limits.peers)
         self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
         self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
         self.queue = PieceQueue(settings.limits, settings.timeouts.ageing_s, self.local_slots, self.slots)
-        self.rooms = Rooms(SendContext(me, settings, self.peers, self.queue, self.slots), self.timers, self.quarantine)
+        context, failed = SendContext(me, settings, self.peers, self.queue, self.slots), FailedRooms()
+        self.rooms = Rooms(context, failed, self.timers, self.quarantine)
+        self.requests = Requests(context, self.rooms, failed, self.timers)
         self._settings = settings
         self._leaving = DrainState()
         self._continues = False
@@ -171,12 +174,12 @@ class PrefillCore:
     @property
     def num_waiting_grants(self) -> int:
         """Number of grants for rooms that are not open."""
-        return len(self.rooms.waiting) - self.rooms.waiting.num_announced
+        return len(self.requests.waiting) - self.requests.waiting.num_announced
 
     @property
     def num_announced(self) -> int:
         """Number of announced grants."""
-        return self.rooms.waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values())
+        return self.requests.waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values())
 
     @property
     def num_queued(self) -> int:
@@ -209,7 +212,7 @@ class PrefillCore:
         Otherwise its sender has no handshake, or it is a repetition, or late.
         """
         peer = self.peers.at(connection)
-        return peer is not None and self.rooms.is_new(peer, grant)
+        return peer is not None and self.requests.is_new(peer, grant)
 
     def taker(self, peer: PeerId) -> str:
         """Return the principal to whose share the requests of a decode rank count; empty if it is not connected."""
@@ -217,7 +220,7 @@ class PrefillCore:
 
     def has_place(self, peer: PeerId, num_bytes: int) -> bool:
         """Return whether page tables of a decode rank can be kept until their room is open."""
-        return peer in self.peers and self.rooms.waiting.has_bytes(self.peers.taker(peer), num_bytes)
+        return peer in self.peers and self.requests.waiting.has_bytes(self.peers.taker(peer), num_bytes)
 
     def is_open(self, room: RoomId) -> bool:
         """Return whether the engine has opened a room."""
@@ -235,9 +238,9 @@ class PrefillCore:
                 return self._post_ended(event, now)
             case ev.SendOpened():
                 self._leaving.check_open(event.room)
-                return self.rooms.open(event.room, now, has_lease=event.has_lease)
+                return self.requests.open_room(event.room, now, has_lease=event.has_lease)
             case ev.SendRefused():
-                return self.rooms.refuse_unopened(event.room, event.failure)
+                return self.requests.refuse_unopened(event.room, event.failure)
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.TurnContinued():
@@ -272,10 +275,10 @@ class PrefillCore:
                 return self.rooms.release(event.key, now)
             case ev.DrainStarted():
                 self._leaving.drain(event.failure)
-                return self.rooms.refuse_waiting(event.failure)
+                return self.requests.refuse_waiting(event.failure)
             case ev.CloseStarted():
                 self._leaving.close(event.failure)
-                return self.rooms.close(event.failure, now)
+                return [*self.requests.refuse_waiting(event.failure), *self.rooms.close(event.failure, now)]
             case ev.TransportClosed():
                 return [
                     Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
@@ -377,7 +380,7 @@ class PrefillCore:
         if decline.to != self.me:
             return [Reply(connection, Refuse(peer=self.me, to=peer, detail=f"this is {self.me}"))]
         refused = self._failure(FailureReason.REFUSED, denied) if denied else None
-        effects = self.rooms.decline(peer, decline, now, denied=refused)
+        effects = self.requests.decline(peer, decline, now, denied=refused)
         return [*effects, Reply(connection, self._drained(decline))]
 
     def _drained(self, decline: Decline) -> Drained:
@@ -540,10 +543,10 @@ class PrefillCore:
         if isinstance(message, Goodbye):
             return self._said_goodbye(peer.id, message, now)
         if not peer.was_heard:
-            self.peers.heard(peer, [*self.slots.peer_restarted(peer.id), *self.rooms.peer_restarted(peer.id)])
+            self.peers.heard(peer, [*self.slots.peer_restarted(peer.id), *self.rooms.unfenced.forget_earlier(peer.id)])
         if isinstance(message, Grant):
             leaving = self._leaving.failure
-            return self.rooms.grant(peer, message, now, leaving=leaving, denied=denied, was_new=was_new)
+            return self.requests.grant(peer, message, now, leaving=leaving, denied=denied, was_new=was_new)
         return self._obey(peer, message, now, denied, was_new=was_new)
 
     def _obey(
@@ -551,7 +554,7 @@ class PrefillCore:
     ) -> list[PrefillEffect]:
         match message:
             case Announce():
-                return self.rooms.announce(peer, message, now, leaving=self._leaving.failure, denied=denied)
+                return self.requests.announce(peer, message, now, leaving=self._leaving.failure, denied=denied)
             case Ack():
                 effects = self.rooms.acknowledged(peer, message, now)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
@@ -564,18 +567,18 @@ class PrefillCore:
             case Pong():
                 return self._is_alive(peer)
             case Cancel():
-                effects = self.rooms.cancel(peer.id, message, now, was_asked=was_new)
+                effects = self.requests.cancel(peer.id, message, now, was_asked=was_new)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
                 return effects
             case Decline():
-                effects = self.rooms.decline(peer.id, message, now, denied=denied)
+                effects = self.requests.decline(peer.id, message, now, denied=denied)
                 return [*effects, Reply(peer.connection, self._drained(message))]
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer.id)]
 
     def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[PrefillEffect]:
         failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
-        self.rooms.peer_ended(peer)
+        self.rooms.unfenced.forget_peer(peer)
         self.slots.left(peer)
         effects = self._left(peer, failure, now)
         self.peers.end(peer, f"{peer} has said goodbye")
@@ -621,7 +624,7 @@ class PrefillCore:
         refusal = Refuse(
             peer=self.me, to=peer.id, detail=f"writes to this decode rank fail, so it must reconnect: {failure.detail}"
         )
-        effects = self.rooms.peer_lost(peer.id, failure, now)
+        effects = self.requests.peer_lost(peer.id, failure, now)
         return [*effects, Reply(peer.connection, refusal), *self._left(peer.id, failure, now)]
 
     def _revoked(self, peer: PeerId, now: float) -> list[PrefillEffect]:
@@ -634,7 +637,7 @@ class PrefillCore:
         refusal = Refuse(peer=self.me, to=peer, detail=failure.detail)
         return [
             CountAnomaly("peer_revoked", peer),
-            *self.rooms.peer_lost(peer, failure, now),
+            *self.requests.peer_lost(peer, failure, now),
             Reply(known.connection, refusal),
             *self._left(peer, failure, now),
         ]
@@ -643,7 +646,7 @@ class PrefillCore:
         """Disconnect a peer. The rooms that it waits for fail first, while it can still be told."""
         if peer not in self.peers:
             return []
-        effects = self.rooms.peer_lost(peer, failure, now)
+        effects = self.requests.peer_lost(peer, failure, now)
         self.rooms.peer_disconnected(peer)
         self.peers.remove(peer, failure)
         self.slots.disconnected(peer)
@@ -651,7 +654,7 @@ class PrefillCore:
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
-    def _expired(self, key: Hashable, now: float, late_s: float) -> list[PrefillEffect]:
+    def _expired(self, key: PrefillTimer, now: float, late_s: float) -> list[PrefillEffect]:
         match key:
             case LeaseCheck(peer):
                 liveness = self.peers[peer].liveness
@@ -664,6 +667,8 @@ class PrefillCore:
                 return self._post_stalled(key, now)
             case SlotUnreturned():
                 return self.slots.expired(key, now)
+            case RoomUnopened() | DeclineForgotten():
+                return self.requests.expired(key)
             case _:
                 return self.rooms.expired(key, now, late_s)
 

@@ -1,9 +1,10 @@
-"""What a prefill rank waits for in its rooms: the keys of its timers. Pure."""
+"""What a prefill rank waits for: the keys of its timers. Pure."""
 
 import msgspec
 
 from kvflow.room import RoomId
 from kvflow.state.events import DeliveryId
+from kvflow.state.peers import LeaseCheck
 from kvflow.wire.messages import PeerId
 
 __all__ = [
@@ -12,10 +13,21 @@ __all__ = [
     "DeliveryUnanswered",
     "GrantOverdue",
     "PostStalled",
+    "PrefillTimer",
+    "RoomDeadline",
     "RoomUndrained",
     "RoomUngranted",
+    "RoomUnopened",
     "RoomUnquiesced",
+    "SlotUnreturned",
 ]
+
+
+class RoomUnopened(msgspec.Struct, frozen=True):
+    """Timer: the engine has not opened this room before the request for it expired."""
+
+    room: RoomId
+    peer: PeerId
 
 
 class DeclineForgotten(msgspec.Struct, frozen=True):
@@ -35,6 +47,7 @@ class GrantOverdue(msgspec.Struct, frozen=True):
 
     room: RoomId
     peer: PeerId
+    generation: int
 
 
 class DeliveryDeadline(msgspec.Struct, frozen=True):
@@ -44,15 +57,17 @@ class DeliveryDeadline(msgspec.Struct, frozen=True):
 
 
 class PostStalled(msgspec.Struct, frozen=True):
-    """Timer: a post of this delivery has not ended in time."""
+    """Timer: after some posts of this delivery, the next one has not ended in time."""
 
     delivery: DeliveryId
+    num_ended: int
 
 
 class DeliveryUnanswered(msgspec.Struct, frozen=True):
-    """Timer: the decode rank has not acknowledged a delivery that is fully written."""
+    """Timer: after some retransmissions, the decode rank has not acknowledged a delivery that is fully written."""
 
     delivery: DeliveryId
+    num_retransmits: int
 
 
 class RoomUnquiesced(msgspec.Struct, frozen=True):
@@ -65,3 +80,20 @@ class RoomUndrained(msgspec.Struct, frozen=True):
     """Timer: posts have not ended in time after the room ended."""
 
     room: RoomId
+
+
+class SlotUnreturned(msgspec.Struct, frozen=True):
+    """Timer: the decode rank has not returned a slot in time."""
+
+    delivery: DeliveryId
+    seq: int
+
+
+RoomDeadline = (
+    RoomUngranted | GrantOverdue | DeliveryDeadline | PostStalled | DeliveryUnanswered | RoomUnquiesced | RoomUndrained
+)
+"""What an open room or one of its deliveries waits for."""
+
+
+PrefillTimer = RoomDeadline | RoomUnopened | DeclineForgotten | SlotUnreturned | LeaseCheck
+"""Whatever a prefill rank waits for."""

@@ -1,11 +1,10 @@
 """Rooms that decode ranks have declined, and that the engine has not opened. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
 
 from kvflow.room import RoomId
 from kvflow.state.events import DeliveryId
-from kvflow.state.prefill.deadlines import DeclineForgotten
+from kvflow.state.prefill.deadlines import DeclineForgotten, PrefillTimer
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, RankId
 
@@ -24,7 +23,7 @@ class DeclinedRooms:
         open_s: How long a room is remembered; its id may belong to another request by then.
     """
 
-    def __init__(self, timers: Timers[Hashable], open_s: float) -> None:
+    def __init__(self, timers: Timers[PrefillTimer], open_s: float) -> None:
         self._timers = timers
         self._open_s = open_s
         self._by_room: dict[RoomId, dict[RankId, Failure]] = {}

@@ -20,6 +20,7 @@ from kvflow.state.effects import (
 )
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
 from kvflow.state.packing import wants_slot
+from kvflow.state.prefill.deadlines import DeliveryDeadline, DeliveryUnanswered, PostStalled, PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.pieces import ChunkPart, cost_of, resume_at, split_chunk
 from kvflow.state.prefill.queue import PieceQueue
@@ -28,7 +29,12 @@ from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
 from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId
 
-__all__ = ["STANDING", "Delivery", "DeliveryStatus", "DeliveryWait", "SendContext"]
+__all__ = ["STANDING", "Delivery", "DeliveryStatus", "SendContext"]
+
+MAX_BACKOFF: Final = 8
+"""The pause between retransmissions doubles up to this multiple of the first pause."""
+
+DeliveryWaits = tuple[bool, int | None, int | None]
 
 
 class SendContext(NamedTuple):
@@ -66,20 +72,6 @@ class SendContext(NamedTuple):
         """Close a delivery that will never begin; nothing was or will be written for it."""
         self.peers.close(delivery, failure)
         return self.failed(delivery, failure, drained=True)
-
-
-class DeliveryWait(NamedTuple):
-    """What a delivery waits for; each item has a timer.
-
-    Attributes:
-        outcome: Waits for its outcome.
-        post: Waits for a post to end.
-        answer: Waits for the decode rank to acknowledge that everything is written.
-    """
-
-    outcome: bool = True
-    post: bool = False
-    answer: bool = False
 
 
 class DeliveryStatus(NamedTuple):
@@ -129,7 +121,8 @@ class Delivery:
 
     Attributes:
         standing: How its room counts it.
-        waits: What its timers are set for.
+        waits: What it waits for, as in `now_waits` when its timers were set.
+        deadlines: Its timers, and when they were due when they were set.
         num_retransmits: Number of retransmissions.
     """
 
@@ -147,7 +140,8 @@ class Delivery:
         self.failure: Failure | None = None
         self.num_retransmits = 0
         self.standing = STANDING[self.state.outcome, self.state.memory]
-        self.waits = DeliveryWait()
+        self.waits: DeliveryWaits = (False, None, None)
+        self.deadlines: dict[PrefillTimer, float] = {}
         self._context = context
         self._link = link
         self._on_change = on_change
@@ -160,6 +154,7 @@ class Delivery:
         self._lingers = False
         self._not_ready: deque[tuple[Piece, ReadyEvent | None]] = deque()
         self._num_waits = 0
+        self._num_ended = 0
         self._unposted: dict[int, _Unposted] = {}
         self._has_begun_layers = False
         self._planned: dict[int, Notice] = {}
@@ -167,10 +162,26 @@ class Delivery:
         self._written: list[Notice] = []
 
     @property
-    def now_waits(self) -> tuple[bool, bool, bool]:
-        """What it waits for now, in the order of `DeliveryWait`."""
-        is_pending = self.state.is_pending
-        return is_pending, is_pending and bool(self._posted), is_pending and self.state.is_safe
+    def now_waits(self) -> DeliveryWaits:
+        """What it waits for now: its outcome, the end of its next post, and the answer to its latest notices."""
+        if not self.state.is_pending:
+            return False, None, None
+        return True, self._num_ended if self._posted else None, self.num_retransmits if self.state.is_safe else None
+
+    def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
+        """Return how long it waits for each of these, if it began to wait now."""
+        waits_for_outcome, num_ended, num_retransmits = self.now_waits
+        timeouts = self._context.settings.timeouts
+        deadlines: dict[PrefillTimer, float] = {}
+        if waits_for_outcome:
+            deadlines[DeliveryDeadline(self.id)] = now + self.grant.timeout_s  # it is set when the grant is served
+        if num_ended is not None:
+            progress_s = min(timeouts.progress_s, self.grant.progress_s)
+            deadlines[PostStalled(self.id, num_ended)] = now + progress_s
+        if num_retransmits is not None:
+            pause_s = timeouts.retransmit_s * min(2**num_retransmits, MAX_BACKOFF)
+            deadlines[DeliveryUnanswered(self.id, num_retransmits)] = now + pause_s
+        return deadlines
 
     @property
     def is_unanswered(self) -> bool:
@@ -314,6 +325,7 @@ class Delivery:
     def retransmit(self) -> list[PrefillEffect]:
         """Retransmit what the decode rank seems to have missed, over the control channel."""
         self.num_retransmits += 1
+        self._on_change(self)
         if self.failure is not None:
             return self._context.failed(self.id, self.failure, drained=self.is_fenced)
         effects: list[PrefillEffect] = []
@@ -367,8 +379,8 @@ class Delivery:
 
     def _forget_post(self, seq: int) -> Notice | None:
         notice = self._posted.pop(seq, None)
-        if not self._posted:
-            self._on_change(self)
+        self._num_ended += 1  # the next one gets the full time limit
+        self._on_change(self)
         return notice
 
     def _wanted_of(self, chunk: Chunk) -> dict[str, TokenRange]:

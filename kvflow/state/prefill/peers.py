@@ -1,7 +1,7 @@
 """Decode ranks that a prefill rank is connected to, their handshakes, and their closed generations. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvflow.fair_shares import FairShares
@@ -9,6 +9,7 @@ from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute
 from kvflow.state.peers import Peer
+from kvflow.state.prefill.deadlines import PrefillTimer
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 
@@ -96,7 +97,7 @@ class DecodePeer:
         refused: Incarnation that was last refused because this one is alive.
     """
 
-    def __init__(self, peer: PeerId, timers: Timers[Hashable], kept: Kept, before: _Disconnected | None) -> None:
+    def __init__(self, peer: PeerId, timers: Timers[PrefillTimer], kept: Kept, before: _Disconnected | None) -> None:
         self.id = peer
         self.liveness = Peer(peer, timers)
         self.connection = b""
@@ -149,7 +150,7 @@ class DecodePeers:
         most: Maximum number of decode ranks, including those whose Hello is being checked.
     """
 
-    def __init__(self, timers: Timers[Hashable], most: int) -> None:
+    def __init__(self, timers: Timers[PrefillTimer], most: int) -> None:
         self._timers = timers
         self._shares = FairShares(most)
         self._bytes = FairShares(MAX_HELLO_BYTES)

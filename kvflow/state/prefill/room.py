@@ -6,7 +6,7 @@ the decode ranks of one request are of no use without each other.
 """
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,32 +22,21 @@ from kvflow.state.effects import (
     ReportSender,
 )
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute
+from kvflow.state.prefill.deadlines import GrantOverdue, PrefillTimer, RoomUndrained, RoomUngranted, RoomUnquiesced
 from kvflow.state.prefill.delivery import STANDING, Delivery, SendContext
 from kvflow.state.prefill.waiting import Announcement, Asked
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.state.tables import FEED, FeedSignal, FeedState, Memory, Signal, TransferState
 from kvflow.wire.messages import Cancel, Failure, Grant, PeerId, RankId
 
-__all__ = ["Room", "RoomWait"]
+__all__ = ["Room"]
 
 QUIESCING: Final = (FeedState.QUIESCING, FeedState.SETTLING)
 
+AnnouncedGrant = tuple[PeerId, int, float]
+"""A decode rank, the generation of the grant that it has announced, and until when it may come."""
 
-class RoomWait(NamedTuple):
-    """What a room waits for; each item has a timer.
-
-    Attributes:
-        grants: After the last chunk and the start of its lease, waits for decode ranks that have neither granted nor
-            announced.
-        drain: Waits for posts to end after the room has ended.
-        quiesce: Waits for posts to end because the engine wants its pages back.
-        announced: Announced grants with their deadlines; each has a timer of its own.
-    """
-
-    grants: bool = False
-    drain: bool = False
-    quiesce: bool = False
-    announced: tuple[tuple[PeerId, float], ...] = ()
+RoomWaits = tuple[bool, bool, bool, tuple[AnnouncedGrant, ...]]
 
 
 class Room:
@@ -61,7 +50,8 @@ class Room:
         num_delivered: Deliveries whose decode rank has everything.
         num_safe: Deliveries whose writes no longer read the source pages.
         num_quarantined: Deliveries for which this could not be proved in time.
-        waits: What its timers are set for.
+        waits: What it waits for, as in `now_waits` when its timers were set.
+        deadlines: Its timers, and when they were due when they were set.
         changed: Deliveries whose timers may be out of date.
         told: Decode ranks without a delivery that know that the room has failed.
         feed: What it accepts from the engine.
@@ -76,9 +66,10 @@ class Room:
         self.failure: Failure | None = None
         self.deliveries: dict[RankId, Delivery] = {}
         self.announced: dict[PeerId, Announcement] = {}
-        self._announced_until: tuple[tuple[PeerId, float], ...] = ()
+        self._announced_until: tuple[AnnouncedGrant, ...] = ()
         self.footprint = NO_MEMORY
-        self.waits = RoomWait()
+        self.waits: RoomWaits = (False, False, False, ())
+        self.deadlines: dict[PrefillTimer, float] = {}
         self.changed: dict[RankId, Delivery] = {}
         self.told: dict[RankId, None] = {}
         self.num_delivered = 0
@@ -131,12 +122,27 @@ class Room:
         return delivery if delivery is not None and delivery.id.peer == peer else None
 
     @property
-    def now_waits(self) -> tuple[bool, bool, bool, tuple[tuple[PeerId, float], ...]]:
-        """What it waits for now, in the order of `RoomWait`."""
+    def now_waits(self) -> RoomWaits:
+        """What it waits for now: missing grants, the ends of posts, quiescence, and announced grants."""
         is_pending = self.state.is_pending
         lacks_grants = self.is_finished and self.has_lease and self.num_asked != self._num_decode_ranks
         is_draining = self.state.memory is Memory.DRAINING
         return is_pending and lacks_grants, is_draining, is_pending and self.feed in QUIESCING, self._announced_until
+
+    def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
+        """Return how long it waits for each of these, if it began to wait now."""
+        lacks_grants, is_draining, is_quiescing, announced = self.now_waits
+        timeouts = self._context.settings.timeouts
+        deadlines: dict[PrefillTimer, float] = {
+            GrantOverdue(self.room, peer, generation): until for peer, generation, until in announced
+        }
+        if lacks_grants:
+            deadlines[RoomUngranted(self.room)] = now + timeouts.grant_s
+        if is_draining:
+            deadlines[RoomUndrained(self.room)] = now + timeouts.drain_s
+        if is_quiescing:
+            deadlines[RoomUnquiesced(self.room)] = now + timeouts.drain_s
+        return deadlines
 
     def offer(self, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
@@ -193,7 +199,7 @@ class Room:
         self._note_announced()
 
     def _note_announced(self) -> None:
-        self._announced_until = tuple((peer, one.deadline) for peer, one in self.announced.items())
+        self._announced_until = tuple((peer, one.generation, one.deadline) for peer, one in self.announced.items())
 
     def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
         """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far."""

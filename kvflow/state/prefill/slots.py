@@ -10,13 +10,13 @@ slot.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvflow.config import Timeouts
 from kvflow.state.effects import PrefillEffect
 from kvflow.state.events import DeliveryId, PostEnded
+from kvflow.state.prefill.deadlines import PrefillTimer, SlotUnreturned
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Notice, PeerId, SlotQuery, SlotReleased, StagingWindow
@@ -74,13 +74,6 @@ class SlotPool:
         self._lost.pop(slot, None)
 
 
-class SlotUnreturned(NamedTuple):
-    """Timer: the decode rank has not returned a slot in time."""
-
-    delivery: DeliveryId
-    seq: int
-
-
 @dataclass(slots=True)
 class _Use:
     """The use of a remote slot by a post.
@@ -125,7 +118,7 @@ class RemoteSlots:
         self,
         peers: DecodePeers,
         timeouts: Timeouts,
-        timers: Timers[Hashable],
+        timers: Timers[PrefillTimer],
         on_change: Callable[[PeerId], None],
     ) -> None:
         self._peers = peers
@@ -246,7 +239,7 @@ class RemoteSlots:
 
     def expired(self, key: SlotUnreturned, now: float) -> list[PrefillEffect]:
         """Query a slot that has not been returned."""
-        delivery, seq = key
+        delivery, seq = key.delivery, key.seq
         use = self._find(delivery, seq)[1]
         if use is None:
             return []

@@ -1,25 +1,16 @@
 """Grants and announcements that wait for the engine to open their room. Pure."""
 
-from collections.abc import Hashable
 from typing import NamedTuple
-
-import msgspec
 
 from kvflow.config import Limits
 from kvflow.fair_shares import FairShares
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
+from kvflow.state.prefill.deadlines import PrefillTimer, RoomUnopened
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Grant, PeerId
 
-__all__ = ["Announcement", "Asked", "RoomUnopened", "WaitingRooms"]
-
-
-class RoomUnopened(msgspec.Struct, frozen=True):
-    """Timer: the engine has not opened this room before the request for it expired."""
-
-    room: RoomId
-    peer: PeerId
+__all__ = ["Announcement", "Asked", "WaitingRooms"]
 
 
 class Announcement(NamedTuple):
@@ -57,7 +48,7 @@ class WaitingRooms:
         limits: Bounds of their number, and of the bytes of their page tables.
     """
 
-    def __init__(self, timers: Timers[Hashable], limits: Limits) -> None:
+    def __init__(self, timers: Timers[PrefillTimer], limits: Limits) -> None:
         self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
         self._timers = timers
         self._by_peer: ByPeer[tuple[RoomId, PeerId]] = ByPeer()

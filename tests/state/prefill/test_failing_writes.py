@@ -42,7 +42,7 @@ def test_a_decode_rank_to_which_writes_fail_must_connect_anew(prefill: PrefillDr
     assert (to, getattr(refusal, "to", None)) == (DECODE, DECODE)
     told = [message.room for _, message in messages(effects, Failed) if isinstance(message, Failed)]
     assert told == [3, 8]
-    assert len(prefill.core.rooms.waiting) == 0
+    assert len(prefill.core.requests.waiting) == 0
     assert len(prefill.core.peers) == 0
 
 

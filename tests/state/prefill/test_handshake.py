@@ -580,7 +580,7 @@ def test_a_goodbye_of_a_disconnected_decode_rank_counts(core: PrefillDriver) -> 
     """After its Goodbye, no rank waits for the end of a lingering write to it."""
     delivery = disconnect(core)
     core(ev.PostEnded(delivery, 0, ABORTED, lingers=True))
-    assert list(core.core.rooms.unfenced) == [delivery]
+    assert [one.id for one in core.core.rooms.unfenced] == [delivery]
     say(core, Goodbye(peer=DECODE))
     assert not core.core.rooms.unfenced
     assert core.core.connections() == []

@@ -1,12 +1,11 @@
 """Connected decode ranks and their closed grants, compared with dictionaries."""
 
-from collections.abc import Hashable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.state.events import PeerRoute
 from kvflow.state.prefill import peers as peers_module
+from kvflow.state.prefill.deadlines import PrefillTimer
 from kvflow.state.prefill.peers import MAX_CLOSED, MAX_DISCONNECTED, ClosedGeneration, DecodePeers, Kept
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, PeerId
@@ -29,8 +28,8 @@ STEPS = st.lists(
 )
 
 
-def nobody() -> tuple[DecodePeers, Timers[Hashable]]:
-    timers: Timers[Hashable] = Timers()
+def nobody() -> tuple[DecodePeers, Timers[PrefillTimer]]:
+    timers: Timers[PrefillTimer] = Timers()
     return DecodePeers(timers, 2**20), timers
 
 

@@ -11,6 +11,7 @@ from kvflow.room import RoomId
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill import queue as queue_module
+from kvflow.state.prefill.deadlines import PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.queue import PieceEnd, PieceQueue, Turn
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
@@ -154,7 +155,7 @@ def test_peer_without_room_does_not_hold_up_others() -> None:
 
 def slots_of(num_slots: int) -> RemoteSlots:
     """Return staging slots at every peer."""
-    timers: Timers[object] = Timers()
+    timers: Timers[PrefillTimer] = Timers()
     slots = RemoteSlots(DecodePeers(timers, 100), Timeouts(), timers, lambda _: None)
     for to in PEERS:
         slots.connected(to, StagingWindow(4096, 64, num_slots), 0.0)

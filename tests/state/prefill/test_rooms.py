@@ -295,7 +295,7 @@ def test_grant_for_a_room_that_never_opens_is_answered(open_s: float, timeout_s:
     (failed,) = failed_in(effects)
     assert (failed.failure.reason, failed.drained) == (FailureReason.UNKNOWN_ROOM, True)
     assert failed.failure.detail == "prefill did not open the room within 1.5 s"
-    assert len(core.core.rooms.waiting) == 0
+    assert len(core.core.requests.waiting) == 0
 
 
 def test_late_grant_for_a_failed_room_is_answered_at_once(core: PrefillDriver) -> None:
