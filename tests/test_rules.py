@@ -112,7 +112,7 @@ def test_ranks_load_neither_torch_nor_a_transport_nor_what_renders_logs() -> Non
     assert not {
         root
         for root in roots
-        if root.startswith(("torch", "nixl", "mooncake", "memfabric", "transformers", "structlog", "rich"))
+        if root.startswith(("torch", "nixl", "mooncake", "memfabric", "transformers", "structlog"))
     }
 
 

@@ -10,9 +10,9 @@ import msgspec
 
 from benchmarks.vllm_handover.client import MODEL
 from benchmarks.vllm_handover.plugin import Probe
-from kvflow.cli.demo.models import prepare_smollm2
 from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
+from kvflow.cli.smollm2 import prepare_smollm2
 
 __all__ = ["WAYS", "Pair", "Usage", "Way", "started"]
 

@@ -1,6 +1,7 @@
 """The smaller commands."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -117,11 +118,13 @@ def test_command_that_is_still_loading_can_be_interrupted(command: str) -> None:
 
 def check_interrupted(command: str, is_time: Callable[[int], bool]) -> None:
     line = [sys.executable, *INTERRUPTED[command].split()]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             anyio.run(until, lambda: is_time(process.pid))
             children = children_of(process.pid)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             out, err = process.communicate(timeout=40)
         finally:
             process.kill()
@@ -129,7 +132,7 @@ def check_interrupted(command: str, is_time: Callable[[int], bool]) -> None:
     assert err.splitlines()[-1] == f"{command}: interrupted"
     assert "Traceback" not in err
     assert "KeyboardInterrupt" not in err
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    anyio.run(until, lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
 def children_of(pid: int) -> list[int]:

@@ -6,17 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvflow.cli.demo import decode
-from kvflow.cli.demo.cache import RankPool, rebuild_cache
-from kvflow.cli.demo.models import LanguageModel, keys_and_values, load_model
-from kvflow.cli.demo.options import check_model
+from kvflow.cli.demo import ranks, router
+from kvflow.cli.demo.models import LanguageModel, load_model
+from kvflow.cli.demo.options import KV_HEADS, MODELS
+from kvflow.cli.demo.pools import RankPool, rebuild_cache
 from kvflow.cli.main import main
-from kvflow.errors import ConfigError
+from kvflow.cli.smollm2 import prepare_smollm2
 
 KEYS = {
     "identical",
@@ -35,7 +34,11 @@ TINY_BYTES_PER_TOKEN = 2 * 4 * 3 * 16 * 4
 
 
 def run_demo(*options: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "kvflow.cli", "demo", *options]
+    return run("-m", "kvflow.cli", "demo", *options)
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     return finished.returncode, finished.stdout, finished.stderr
 
@@ -92,26 +95,29 @@ def test_smollm2_over_nixl_between_two_processes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_managers_of_transformers_over_nixl_between_two_processes() -> None:
-    code, out, err = run_demo("--engine", "transformers", "--json", "--tokens", "24")
-    assert (code, err) == (0, "")
-    result = json.loads(out)
-    assert result["identical"] is True
-    assert result["text"] == result["text_alone"]
-    assert result["bytes"] == result["prompt_tokens"] * 2 * 30 * 3 * 64 * 4
+def test_example_hands_a_request_over_between_two_managers_of_transformers() -> None:
+    code, out, _ = run(str(Path(__file__).parents[2] / "examples/transformers_managers.py"))
+    assert code == 0
+    assert "identical: all 24 tokens match" in out
 
 
-def test_person_sees_both_answers_of_managers(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--engine", "transformers", "--model", "tiny", "--backend", "memory", "--tokens", "5"]
-    assert main(["demo", *options]) == 0
-    shown = capsys.readouterr()
-    for words in (
-        "output of the decode side",
-        "output of a single manager",
-        "32 tokens on prefill, 16 on decode",
-        "identical",
-    ):
-        assert words in shown.out
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_model_of_a_directory() -> None:
+    code, out, _ = run_demo("--model", str(prepare_smollm2()), "--json", "--prompt", "Hello", "--tokens", "3")
+    assert code == 0
+    check(out, identical=True, tokens=3)
+    code, out, err = run_demo("--model", str(prepare_smollm2()), "--decode-tp", "2", "--prompt", "Hello")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("kvflow demo: KV heads cannot be split evenly among the ranks")
+
+
+def test_side_that_ends_early_ends_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, out, err = run_demo("--model", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "is not a valid JSON file" in err
+    assert err.splitlines()[-1].startswith("kvflow demo: side ended without a report")
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (3, 6)])
@@ -148,11 +154,11 @@ def test_wrong_bytes_show_in_the_tokens(
 
     def rebuild_without_a_layer(model: LanguageModel, pools: list[RankPool], num_tokens: int) -> DynamicCache:
         cache = rebuild_cache(model, pools, num_tokens)
-        for tensor in keys_and_values(cache)[layer]:
+        for tensor in (cache.layers[layer].keys, cache.layers[layer].values):
             tensor.zero_()
         return cache
 
-    monkeypatch.setattr(decode, "rebuild_cache", rebuild_without_a_layer)
+    monkeypatch.setattr(ranks, "rebuild_cache", rebuild_without_a_layer)
     assert main(["demo", "--model", "tiny", "--backend", "memory", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["identical"] is False
 
@@ -161,32 +167,34 @@ def test_page_that_was_not_written_is_noticed() -> None:
     model = load_model("tiny")
     cache = model.new_cache()
     model.step(model.encode("sixteen tokens.."), cache)
-    pool = RankPool(model, heads=(0, 3), page_size=4, num_tokens=16, seed=0)
+    pool = RankPool(model, (0, 3), page_size=4, num_tokens=16, seed=0)
     pool.write(cache, 0, 12)
     with pytest.raises(RuntimeError, match="never written"):
         rebuild_cache(model, [pool], 16)
     pool.write(cache, 12, 16)
-    for ours, theirs in zip(keys_and_values(rebuild_cache(model, [pool], 16)), keys_and_values(cache), strict=True):
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(keys_and_values(rebuild_cache(model, [pool], 16)), keys_and_values(cache))
+
+
+def keys_and_values(cache: DynamicCache) -> torch.Tensor:
+    layers: list[Any] = list(cache.layers)
+    return torch.stack([torch.stack([layer.keys, layer.values]) for layer in layers])
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         (["--prefill-tp", "0"], ["--prefill-tp", "0"]),
-        (["--engine", "transformers", "--decode-tp", "3"], ["--decode-tp", "one rank"]),
         (["--page-size", "-1"], ["--page-size", "-1"]),
         (["--prompt", ""], ["--prompt"]),
         (["--model", "/nowhere"], ["/nowhere", "smollm2", "tiny"]),
-        (["--prefill-tp", "2"], ["--prefill-tp", "2", "possible='1, 3 or a multiple of 3'"]),
-        (["--decode-tp", "5", "--model", "tiny"], ["--decode-tp", "5", "possible='1, 3 or a multiple of 3'"]),
+        (["--prefill-tp", "2"], ["total_kv_heads=3", "tp_size=2"]),
+        (["--decode-tp", "5", "--model", "tiny"], ["total_kv_heads=3", "tp_size=5"]),
     ],
 )
 def test_unusable_options_are_named_before_anything_is_started(
     options: list[str], named: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(anyio, "run", None)
+    monkeypatch.setattr(router, "open_sides", None)
     assert main(["demo", *options]) == 2
     message = capsys.readouterr().err
     for word in named:
@@ -194,25 +202,6 @@ def test_unusable_options_are_named_before_anything_is_started(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("name", ["tiny", "smollm2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_models_have_as_many_kv_heads_as_is_checked(name: str) -> None:
-    assert load_model(name).num_kv_heads == check_model(name)
-
-
-@pytest.mark.parametrize(
-    ("config", "kv_heads"),
-    [('{"num_attention_heads": 8, "num_key_value_heads": 2}', 2), ('{"num_attention_heads": 8}', 8)],
-)
-def test_directory_says_how_many_kv_heads_its_model_has(config: str, kv_heads: int, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config)
-    assert check_model(str(tmp_path)) == kv_heads
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [("{", "cannot be read"), ("[]", "number of KV heads"), ('{"num_attention_heads": "8"}', "number of KV heads")],
-)
-def test_directory_whose_config_cannot_be_used_is_refused(config: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match=message):
-        check_model(str(tmp_path))
+    assert load_model(name).config.num_key_value_heads == KV_HEADS

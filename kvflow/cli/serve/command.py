@@ -17,6 +17,7 @@ import anyio
 
 from kvflow.cli.options import check_installed
 from kvflow.cli.processes import open_tasks
+from kvflow.cli.smollm2 import prepare_smollm2
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     words = _words(arguments.engine_arguments)
     check_installed("vllm", "aiohttp")
     logs = _directory(arguments.logs)
-    model = _model(arguments.model)
+    model = str(prepare_smollm2()) if arguments.model == "smollm2" else arguments.model
     is_cpu = bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
     from kvflow.cli.serve import vllm  # noqa: PLC0415 - aiohttp may be missing
 
@@ -117,14 +118,6 @@ def _directory(chosen: Path | None) -> Path:
             "log directory cannot be created", option="--logs", value=str(chosen), detail=str(error)
         ) from error
     return chosen
-
-
-def _model(name: str) -> str:
-    if name != "smollm2":
-        return name
-    from kvflow.cli.demo.models import prepare_smollm2  # noqa: PLC0415 - slow to import
-
-    return str(prepare_smollm2(lambda text: print(text, file=sys.stderr)))
 
 
 async def _serve(servers: "list[Server]", arguments: argparse.Namespace) -> int:

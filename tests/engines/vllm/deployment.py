@@ -12,9 +12,9 @@ import msgspec
 
 from benchmarks.vllm_handover.client import MODEL, Answer, ask, metrics
 from benchmarks.vllm_handover.plugin import Probe
-from kvflow.cli.demo.models import prepare_smollm2
 from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
+from kvflow.cli.smollm2 import prepare_smollm2
 from tests.support.ports import unused_port
 
 __all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]

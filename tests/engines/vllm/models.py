@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from benchmarks.vllm_handover.client import prompt_of
-from kvflow.cli.demo.models import prepare_smollm2
+from kvflow.cli.smollm2 import prepare_smollm2
 
 __all__ = ["WINDOW", "make_gated_delta_model", "make_mamba_model", "make_windowed_model", "prompt_of_tokens"]
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from benchmarks.vllm_handover.client import ask, hand_over, prompt_of
-from kvflow.cli.demo.models import prepare_smollm2
+from kvflow.cli.smollm2 import prepare_smollm2
 from tests.engines.vllm.deployment import Deployment
 from tests.engines.vllm.models import (
     WINDOW,

@@ -1,15 +1,14 @@
 """Paged KV pools, one for each rank as in an engine, and a model's cache in their pages."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvflow import head_range
-from kvflow.cli.demo.models import LanguageModel, keys_and_values
-from kvflow.cli.demo.options import DemoOptions
-from kvflow.cli.pools import PagePool, PoolShape, page_tables
+from kvflow import head_range, layout_from_tensors
+from kvflow.cli.demo.models import LanguageModel
+from kvflow.cli.demo.options import DemoOptions, SideName
 
 __all__ = ["RankPool", "make_pools", "rebuild_cache"]
 
@@ -26,23 +25,17 @@ class RankPool:
     """
 
     def __init__(
-        self, model: LanguageModel, *, heads: tuple[int, int], page_size: int, num_tokens: int, seed: int
+        self, model: LanguageModel, heads: tuple[int, int], *, page_size: int, num_tokens: int, seed: int
     ) -> None:
         num_pages = -(-num_tokens // page_size)
-        shape = PoolShape(
-            layers=model.num_layers,
-            heads=heads,
-            head_bytes=model.head_dim * np.dtype(np.float32).itemsize,
-            page_size=page_size,
-            dtype="float32",
-        )
+        shape = (2 * num_pages, page_size, heads[1] - heads[0], model.config.head_dim)
+        shuffled = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(seed))
         self.heads = heads
         self._page_size = page_size
-        self._pool = PagePool(shape, 2 * num_pages, fingerprint=model.name)
-        self._cells = torch.from_numpy(self._pool.cells(np.float32))
-        self._cells.fill_(torch.nan)
-        self._page_table = torch.from_numpy(page_tables(2 * num_pages, 1, num_pages, (seed, *heads))[0])
-        self.layout = self._pool.layout
+        self._page_table = shuffled[:num_pages]
+        self._cells = torch.full((2 * model.config.num_hidden_layers, *shape), torch.nan)
+        tensors = {"k": list(self._cells[::2]), "v": list(self._cells[1::2])}
+        self.layout = layout_from_tensors(tensors, axes="page token head dim", heads=heads, fingerprint=model.name)
 
     def pages(self, start: int, stop: int) -> list[int]:
         """Return the pool pages that hold the tokens `[start, stop)`."""
@@ -53,7 +46,8 @@ class RankPool:
         """Copy this rank's heads of the tokens `[start, stop)` from a cache into the pages."""
         positions = torch.arange(start, stop)
         pages = self._page_table[positions // self._page_size]
-        tensors = [tensor for layer in keys_and_values(cache) for tensor in layer]
+        layers: list[Any] = list(cache.layers)
+        tensors = [tensor[0] for layer in layers for tensor in (layer.keys, layer.values)]
         for cells, tensor in zip(self._cells, tensors, strict=True):
             cells[pages, positions % self._page_size] = tensor[slice(*self.heads), start:stop].transpose(0, 1)
 
@@ -62,19 +56,20 @@ class RankPool:
         return self._cells[:, self.pages(0, num_tokens)].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
 
 
-def make_pools(
-    model: LanguageModel, options: DemoOptions, num_tokens: int, *, tp_size: int, seed: int
-) -> list[RankPool]:
-    """Create the pools of all ranks of an instance.
+def make_pools(model: LanguageModel, options: DemoOptions, side: SideName, num_tokens: int) -> list[RankPool]:
+    """Create the pools of all ranks of a side.
 
     Raises:
         LayoutError: The heads cannot be split among that many ranks.
     """
-    all_heads = [head_range(model.num_kv_heads, tp_size, rank) for rank in range(tp_size)]
-    return [
-        RankPool(model, heads=heads, page_size=options.page_size, num_tokens=num_tokens, seed=seed + rank)
-        for rank, heads in enumerate(all_heads)
-    ]
+    num_ranks, seed = options.prefill_tp, options.seed
+    if side == "decode":
+        num_ranks, seed = options.decode_tp, seed + num_ranks
+    pools = []
+    for rank in range(num_ranks):
+        heads = head_range(model.config.num_key_value_heads, num_ranks, rank)
+        pools.append(RankPool(model, heads, page_size=options.page_size, num_tokens=num_tokens, seed=seed + rank))
+    return pools
 
 
 def rebuild_cache(model: LanguageModel, pools: Sequence[RankPool], num_tokens: int) -> DynamicCache:
@@ -90,6 +85,6 @@ def rebuild_cache(model: LanguageModel, pools: Sequence[RankPool], num_tokens: i
             raise RuntimeError(f"ranks disagree about heads {pool.heads}, or some of their cells were never written")
     whole = torch.cat([by_heads[heads] for heads in sorted(by_heads)], dim=1).unsqueeze(1)
     cache = model.new_cache()
-    for layer in range(model.num_layers):
+    for layer in range(model.config.num_hidden_layers):
         cache.update(whole[2 * layer], whole[2 * layer + 1], layer)
     return cache

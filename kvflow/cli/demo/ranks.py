@@ -1,0 +1,127 @@
+"""Both sides of the demo, with the blocking API and an engine's own pools; prefill sends while it computes."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import kvflow
+from kvflow import blocking
+from kvflow.cli.demo.models import load_model
+from kvflow.cli.demo.options import DemoOptions, SideName
+from kvflow.cli.demo.pools import make_pools, rebuild_cache
+
+__all__ = ["run_side"]
+
+Config = TypeVar("Config", kvflow.PrefillConfig, kvflow.DecodeConfig)
+Tell = Callable[..., None]
+Receive = Callable[[], dict[str, Any]]
+
+SCHEDULER_STEP_S = 100e-6
+"""Stands for the work of a scheduler between two checks of its transfers."""
+
+
+def run_side(side: SideName, pipe: Any, options: DemoOptions) -> None:
+    """Run a side to its end, and tell the router about an error."""
+
+    def report(event: str, **values: Any) -> None:
+        pipe.send({"event": event, **values})
+
+    if options.log != "none":
+        kvflow.configure_logging(options.log)
+    try:
+        (_run_prefill if side == "prefill" else _run_decode)(options, report, pipe.recv)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the router has ended
+        return
+    except kvflow.KvflowError as error:
+        report("failed", error=str(error))
+    finally:
+        pipe.close()
+
+
+def _run_prefill(options: DemoOptions, report: Tell, receive: Receive) -> None:
+    """Serve one request, then compute it again in this process alone, for comparison."""
+    model = load_model(options.model)
+    prompt = model.encode(options.prompt)
+    pools = make_pools(model, options, "prefill", len(prompt))
+    with ExitStack() as stack:
+        loop = stack.enter_context(blocking.LoopThread())
+        configs = _configs(kvflow.PrefillConfig, "prefill", options, len(pools))
+        ranks = [
+            stack.enter_context(blocking.PrefillRank(config, pool.layout, loop=loop))
+            for config, pool in zip(configs, pools, strict=True)
+        ]
+        report("ready", news="ready", prompt_tokens=len(prompt))
+        room = receive()["room"]
+        senders = [rank.send(room) for rank in ranks]
+        cache = model.new_cache()
+        for start, stop in _chunks(len(prompt), options):
+            token = model.step(prompt[start:stop], cache)
+            for pool in pools:
+                pool.write(cache, start, stop)
+            if stop == len(prompt):
+                report("last_chunk_ready", at_s=time.monotonic())
+            for sender, pool in zip(senders, pools, strict=True):
+                if stop == len(prompt):
+                    sender.finish((start, stop), {"kv": pool.pages(start, stop)}, metadata=token.to_bytes(4, "little"))
+                else:
+                    sender.chunk((start, stop), {"kv": pool.pages(start, stop)})
+            report("chunk", news=f"{stop} of {len(prompt)} prompt tokens computed and sent")
+        for sender in senders:
+            sender.wait()
+            sender.result()
+        news = "all pages delivered; computing a single-process reference"
+        report("stages", news=news, seconds=_slowest_rank([rank.statistics() for rank in ranks]))
+        receive()  # decode may still send messages; leave when it has ended
+    cache = model.new_cache()
+    for start, stop in _chunks(len(prompt), options):
+        token = model.step(prompt[start:stop], cache)
+    report("reference", news="done", tokens=list(model.generate(token, cache, options.tokens)))
+
+
+def _run_decode(options: DemoOptions, report: Tell, receive: Receive) -> None:
+    """Receive one request, and answer it."""
+    model = load_model(options.model)
+    num_tokens = len(model.encode(options.prompt))
+    pools = make_pools(model, options, "decode", num_tokens)
+    with ExitStack() as stack:
+        loop = stack.enter_context(blocking.LoopThread())
+        configs = _configs(kvflow.DecodeConfig, "decode", options, len(pools))
+        ranks = [
+            stack.enter_context(blocking.DecodeRank(config, pool.layout, loop=loop))
+            for config, pool in zip(configs, pools, strict=True)
+        ]
+        report("ready", news="ready")
+        room = receive()["room"]
+        receivers = [
+            rank.receive(room, prefill="prefill", tokens=(0, num_tokens), pages={"kv": pool.pages(0, num_tokens)})
+            for rank, pool in zip(ranks, pools, strict=True)
+        ]
+        while not all(receiver.is_settled for receiver in receivers):
+            time.sleep(SCHEDULER_STEP_S)
+        handovers = [receiver.result() for receiver in receivers]
+        at_s, num_bytes = time.monotonic(), sum(handover.num_bytes for handover in handovers)
+        news = f"{num_bytes / 1e6:.1f} MB received in {sum(handover.num_notices for handover in handovers)} pieces"
+        stages = _slowest_rank([rank.statistics() for rank in ranks])
+        report("handover", news=news, at_s=at_s, num_bytes=num_bytes, stages=stages)
+    token, cache = int.from_bytes(handovers[0].metadata, "little"), rebuild_cache(model, pools, num_tokens)
+    tokens = list(model.generate(token, cache, options.tokens))
+    report("answer", news="done", tokens=tokens, text=model.decode(tokens))
+
+
+def _configs(kind: type[Config], side: SideName, options: DemoOptions, num_ranks: int) -> Iterator[Config]:
+    for number in range(num_ranks):
+        yield kind(
+            instance=side, engine_rank=number, num_ranks=num_ranks, registry=options.registry, backend=options.backend
+        )
+
+
+def _chunks(num_tokens: int, options: DemoOptions) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_tokens, options.chunk):
+        yield start, min(start + options.chunk, num_tokens)
+
+
+def _slowest_rank(ranks: Sequence[kvflow.RankStatistics]) -> dict[str, float]:
+    """Return, for each stage, the most seconds that one rank spent in it."""
+    times = [statistics.times.stages for statistics in ranks]
+    return {stage.value: max(stages[stage].total_s for stages in times) for stage in times[0]}
