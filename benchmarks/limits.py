@@ -130,18 +130,19 @@ def make_layout(memories: Sequence[Bytes]) -> KVLayout:
 
 
 class Pair(NamedTuple):
-    """A prefill and a decode rank."""
+    """A prefill and a decode rank, and the pages of prefill's pool, made before anything is measured."""
 
     prefill: kvflow.PrefillRank
     decode: kvflow.DecodeRank
+    own: NDArray[np.int64]
 
     async def send(self, room: int, num_pages: int, metadata: bytes = b"", chunk: int = 0) -> None:
         """Send the first pages, in chunks of `chunk` pages."""
         async with self.prefill.send(room) as sender:
             for start in range(0, num_pages - chunk if chunk else 0, chunk or 1):
-                await sender.chunk((start, start + chunk), {"kv": np.arange(start, start + chunk)})
+                await sender.chunk((start, start + chunk), {"kv": self.own[start : start + chunk]})
             start = num_pages - chunk if chunk else 0
-            await sender.finish((start, num_pages), {"kv": np.arange(start, num_pages)}, metadata=metadata)
+            await sender.finish((start, num_pages), {"kv": self.own[start:num_pages]}, metadata=metadata)
 
     async def receive(self, room: int, pages: NDArray[np.integer]) -> None:
         """Receive a room into some pages."""
@@ -169,7 +170,7 @@ async def make_pair(
         kvflow.PrefillRank(prefill, make_layout(memories[0])) as sending,
         kvflow.DecodeRank(decode, make_layout(memories[1])) as receiving,
     ):
-        pair = Pair(sending, receiving)
+        pair = Pair(sending, receiving, np.arange(num_pages))
         if is_connected:
             await pair.hand_over(2**40, np.arange(1))
         yield pair
@@ -250,7 +251,7 @@ async def use_peers(n: int) -> AsyncGenerator[Act]:
     async def receive(number: int) -> None:
         config = kvflow.DecodeConfig(instance=f"decode{number}", backend="memory", timeouts=PATIENT)
         async with kvflow.DecodeRank(config, layout) as rank:
-            await Pair(pair.prefill, rank).hand_over(number, np.arange(1))
+            await pair._replace(decode=rank).hand_over(number, np.arange(1))
 
     async def act() -> None:
         async with anyio.create_task_group() as tasks:
@@ -276,7 +277,7 @@ LIMITS: Final[Mapping[str, Limit]] = {
     "pages of a room": Limit(6_291_456, "pages", use_pages),
     "transfers": Limit(DEFAULTS.transfers, "rooms", use_rooms),
     "pending_grants": Limit(DEFAULTS.pending_grants // 2, "grants", use_waiting_grants),
-    "metadata_bytes": Limit(32 * 2**20, "bytes", use_metadata),
+    "metadata_bytes": Limit(16 * 2**20, "bytes", use_metadata),
     "chunks": Limit(DEFAULTS.queued_chunks, "chunks", use_chunks),
     "peers": Limit(256, "decode ranks", use_peers),
     "registry": Limit(MAX_RANKS, "ranks", use_registry),

@@ -56,7 +56,7 @@ MAX_SLOTS_PER_PEER = 4_096
 MAX_STAGING_BYTES: Final = 2**40
 """Maximum staging memory of a rank, to catch unit mistakes."""
 
-MAX_METADATA_BYTES: Final = 32 * 2**20
+MAX_METADATA_BYTES: Final = 16 * 2**20
 """Half the maximum message size, so that a notice with digests and ranges always fits."""
 
 MAX_INSTANCE_CHARACTERS: Final = 256
@@ -415,7 +415,7 @@ class Limits:
             decode rank. Beyond it, the rank stops tracking those to decode ranks that are gone; such a decode rank must
             restart before it is served again. If all of their decode ranks are connected, new transfers are refused. A
             decode rank that accounts for an eighth of the limit is refused new transfers.
-        metadata_bytes: Maximum size of a transfer's metadata; at most 32 MiB.
+        metadata_bytes: Maximum size of a transfer's metadata; at most 16 MiB.
         descriptors_planned_inline: Number of descriptors above which planning moves from the event loop to a worker
             thread.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, NamedTuple, Self, assert_never
+from typing import Final, NamedTuple, Self, assert_never, cast
 
 import anyio.lowlevel
 import msgspec
@@ -392,7 +392,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         parts, tables = self._parts(tokens, pages, digest=bool(digest))
         return Wanted(
             ranges={name: part.tokens for name, part in parts.items()},
-            pages={name: table.pages.astype(WIRE_PAGES, copy=False).tobytes() for name, table in tables.items()},
+            pages={name: _to_wire(table) for name, table in tables.items()},
             footprint=self.footprint(tables),
             timeout_s=self._timeout(timeout_s, self.config.timeouts.transfer_s),
             digest=digest,
@@ -757,6 +757,11 @@ def _check_capability(capability: object) -> str:
     if not is_text:
         raise ConfigError("capability must be a string from `make_capability`", capability=type(capability))
     return str(capability)
+
+
+def _to_wire(table: PageTable) -> bytes:
+    """Return pages as `WIRE_PAGES`, not copied: they may be large."""
+    return cast("bytes", table.pages.astype(WIRE_PAGES, copy=False).data.cast("B"))
 
 
 def _check_digest(digest: object) -> bool | None:

@@ -9,6 +9,9 @@ __all__ = ["EXPIRED_AT_ONCE", "NextTimer", "Timers"]
 EXPIRED_AT_ONCE: Final = 128
 """Number of timers that one event handles: retransmitting thousands of grants takes a second."""
 
+MOVED_AT_ONCE: Final = 8
+"""Number of entries of the old heap that each stale entry moves or drops."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -23,11 +26,13 @@ class Timers(Generic[Key]):
     """A heap of timers in which setting and clearing need no search.
 
     A replaced or cleared timer stays in the heap until it comes up, or until the stale entries outnumber the others.
+    The others then move to a new heap, a few with each stale entry: all at once would take tens of milliseconds.
     """
 
     def __init__(self) -> None:
         self._due: dict[Key, tuple[float, int, Key]] = {}
         self._heap: list[tuple[float, int, Key]] = []
+        self._old: list[tuple[float, int, Key]] = []  # a heap, too, as only its last entries are taken
         self._count = 0
 
     def __len__(self) -> int:
@@ -73,12 +78,8 @@ class Timers(Generic[Key]):
 
     def next(self) -> float | None:
         """Return when the earliest timer is due; None if no timer is set."""
-        while self._heap:
-            entry = self._heap[0]
-            if self._due.get(entry[2]) is entry:
-                return entry[0]
-            heapq.heappop(self._heap)  # replaced or cleared
-        return None
+        heap = self._next_heap()
+        return heap[0][0] if heap else None
 
     def due(self) -> list[tuple[float, Key]]:
         """Return all timers, earliest first."""
@@ -86,10 +87,10 @@ class Timers(Generic[Key]):
 
     def pop_due(self, now: float) -> Key | None:
         """Remove and return the earliest key that is due at `now`; None if none is."""
-        due = self.next()
-        if due is None or due > now:
+        heap = self._next_heap()
+        if not heap or heap[0][0] > now:
             return None
-        *_, key = heapq.heappop(self._heap)
+        *_, key = heapq.heappop(heap)
         del self._due[key]
         return key
 
@@ -108,8 +109,20 @@ class Timers(Generic[Key]):
                 break
             yield key, now - due
 
+    def _next_heap(self) -> list[tuple[float, int, Key]]:
+        """Drop stale entries from the top of both heaps, and return the one with the earliest timer."""
+        for heap in (self._heap, self._old):
+            while heap and not self._is_set(heap[0]):
+                heapq.heappop(heap)
+        return self._old if self._old and (not self._heap or self._old[0] < self._heap[0]) else self._heap
+
+    def _is_set(self, entry: tuple[float, int, Key]) -> bool:
+        return self._due.get(entry[2]) is entry
+
     def _prune(self) -> None:
         """Bound the number of stale entries; called after each new one."""
-        if len(self._heap) > 2 * len(self._due) + 64:
-            self._heap = list(self._due.values())
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 2 * len(self._due) + 64:
+            self._old, self._heap = self._heap, self._old
+        for _ in range(min(len(self._old), MOVED_AT_ONCE)):
+            if self._is_set(entry := self._old.pop()):
+                heapq.heappush(self._heap, entry)

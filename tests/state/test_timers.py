@@ -1,9 +1,10 @@
 """The heap of timers, compared with a dictionary."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.state.timers import EXPIRED_AT_ONCE, Timers
+from kvflow.state.timers import EXPIRED_AT_ONCE, MOVED_AT_ONCE, Timers
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(0, 50)
@@ -51,7 +52,7 @@ def test_replaced_timers_do_not_pile_up() -> None:
     heap: Timers[int] = Timers()
     for number in range(100_000):
         heap.set(number % 3, float(number))
-    assert len(heap._heap) < 200
+        assert len(heap._heap) + len(heap._old) < 200
 
 
 def test_cleared_timers_do_not_pile_up() -> None:
@@ -60,7 +61,31 @@ def test_cleared_timers_do_not_pile_up() -> None:
         heap.set(key, 1.0)
     for key in range(1_000):
         heap.clear(key)
-    assert len(heap._heap) < 100
+        assert len(heap._heap) + len(heap._old) <= 3 * len(heap) + 1_000
+    assert len(heap._heap) + len(heap._old) < 100
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_no_call_moves_or_frees_more_than_a_few_timers(times: int) -> None:
+    """Clearing, or replacing, thousands of timers: moving all that are left at once takes tens of milliseconds."""
+    heap: Timers[int] = Timers()
+    for _ in range(times):
+        for key in range(10_000):
+            before = len(heap._heap), len(heap._old)
+            heap.set(key, 1.0)
+            check_few_moved(heap, before)
+    for key in range(10_000):
+        before = len(heap._heap), len(heap._old)
+        assert heap.clear(key)
+        check_few_moved(heap, before)
+    assert len(heap) == 0
+
+
+def check_few_moved(heap: Timers[int], before: tuple[int, int]) -> None:
+    """Check the sizes of both heaps, which change places when the second one is empty."""
+    now = len(heap._heap), len(heap._old)
+    earlier = before if before[1] or now[0] > now[1] else before[::-1]
+    assert max(abs(size - other) for size, other in zip(now, earlier, strict=True)) <= MOVED_AT_ONCE + 1
 
 
 def test_thousands_of_due_timers_are_taken_in_turns() -> None:

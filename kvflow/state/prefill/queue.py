@@ -2,7 +2,8 @@
 
 Pieces wait by peer, and within a peer by delivery. Peers take turns. A peer whose next piece does not fit its window is
 skipped until credit returns: no other peer waits for it, and no smaller piece of its class overtakes it. The same holds
-for a peer whose next piece is deferred by the caller, until `resume`.
+for a peer whose next piece is deferred by the caller, until `resume`. Peers that wait for a local slot are reconsidered
+one after another, first come, first served, while there are free slots.
 
 The deliveries to one peer have a rotation for each priority class, and each delivery has a due time: when waiting will
 have lifted its next piece from class `c` to class 0, which is `c * ageing_s` after the piece arrived, but never before
@@ -142,6 +143,7 @@ class PieceQueue:
         self._windows: dict[PeerId, Window] = {}
         self.candidates: OrderedDict[PeerId, None] = OrderedDict()
         self._deferred: OrderedDict[PeerId, None] = OrderedDict()
+        self._without_slot: OrderedDict[PeerId, None] = OrderedDict()
         self._num_waiting: dict[PeerId, int] = {}
         self.has_freed_capacity = False
 
@@ -197,7 +199,9 @@ class PieceQueue:
             entry = line.entries[0]
             pools = self._pools(entry) if entry.wants_slot else ()
             cost = entry.piece.cost.packed if pools else entry.piece.cost
-            if (window is None or window.admits(cost)) and (not pools or all(pool.num_free for pool in pools)):
+            if pools and not self._local.num_free:
+                self._without_slot.setdefault(peer)
+            elif (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
                 match turn(entry.piece, bool(pools)):
                     case Turn.TAKEN:
                         return self._take(peer, line, pools, cost, now)
@@ -205,6 +209,7 @@ class PieceQueue:
                         return None
                 self._deferred.setdefault(peer)
             del self.candidates[peer]
+            self._look_at_next_without_slot()
         return None
 
     def resume(self) -> bool:
@@ -219,11 +224,11 @@ class PieceQueue:
     def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
         """Return the credit of a piece from `pop`. The peer returns the remote slot of a posted piece."""
         taken = self._under_way[delivery, seq] if how is PieceEnd.IN_DOUBT else self._under_way.pop((delivery, seq))
+        if taken.slots is not None:  # first, so that the peer that has waited longest for the slot gets it
+            self._end_slots(delivery.peer, taken.slots, how)
         if taken.charge is not None:
             self._end_post(delivery.peer, taken.charge)
             taken.charge = None
-        if taken.slots is not None:
-            self._end_slots(delivery.peer, taken.slots, how)
 
     def is_in_doubt(self, delivery: DeliveryId, seq: int) -> bool:
         """Return whether a taken piece has already returned its credit."""
@@ -260,6 +265,7 @@ class PieceQueue:
         self.candidates.move_to_end(peer)
         self._deferred.pop(peer, None)
         self._forget_if_empty(peer)
+        self._look_at_next_without_slot()
         return piece
 
     def _end_post(self, peer: PeerId, charge: Cost) -> None:
@@ -270,14 +276,19 @@ class PieceQueue:
         self.look_again(peer)
 
     def _end_slots(self, peer: PeerId, slots: PieceSlots, how: PieceEnd) -> None:
-        for waiting in self._lanes:  # any of them may wait for the local slot, which is now free or lost
-            self.candidates.setdefault(waiting)
         if how is PieceEnd.IN_DOUBT:
             self._local.lose(slots.local)
-            return
-        self._local.give_back(slots.local)
-        if how is PieceEnd.DROPPED and self._remote is not None:
-            self._remote.give_back(peer, slots.remote)
+        else:
+            self._local.give_back(slots.local)
+            if how is PieceEnd.DROPPED and self._remote is not None:
+                self._remote.give_back(peer, slots.remote)
+        self._look_at_next_without_slot()
+        self.look_again(peer)
+
+    def _look_at_next_without_slot(self) -> None:
+        """Reconsider the peer that has waited longest for a local slot, if one is free, or none will ever be."""
+        if self._without_slot and (self._local.num_free or not self._local.may_come):
+            self.candidates.setdefault(self._without_slot.popitem(last=False)[0])
 
     def _pools(self, entry: _Entry) -> tuple[SlotPool, ...]:
         """Return the pools of a piece's slots; none if no slot is or will become free."""
@@ -294,6 +305,7 @@ class PieceQueue:
             del self._lanes[peer]
             del self.candidates[peer]
             self._deferred.pop(peer, None)
+            self._without_slot.pop(peer, None)
 
     def _window(self, peer: PeerId) -> Window:
         if peer not in self._windows:

@@ -1,7 +1,8 @@
 """The order of turns: fair between peers, fair between deliveries of a class, and never beyond a peer's credit."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 import pytest
@@ -17,6 +18,7 @@ from kvflow.state.prefill.queue import PieceEnd, PieceQueue, Turn
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import PeerId, StagingWindow
+from tests.support.cores import peer
 from tests.support.sending import PEERS, piece
 from tests.support.sending import delivery as delivery_of
 
@@ -153,11 +155,11 @@ def test_peer_without_room_does_not_hold_up_others() -> None:
     assert [place(taken) for taken in take_all(queue)] == [(0, 1, 1)]
 
 
-def slots_of(num_slots: int) -> RemoteSlots:
+def slots_of(num_slots: int, peers: Sequence[PeerId] = PEERS) -> RemoteSlots:
     """Return staging slots at every peer."""
     timers: Timers[PrefillTimer] = Timers()
     slots = RemoteSlots(DecodePeers(timers, 100), Timeouts(), timers, lambda _: None)
-    for to in PEERS:
+    for to in peers:
         slots.connected(to, StagingWindow(4096, 64, num_slots), 0.0)
     return slots
 
@@ -191,6 +193,39 @@ def test_slots_of_a_piece_that_goes_directly_are_free_for_the_next_one() -> None
     end(queue, first)
     end(queue, second)
     assert queue.num_under_way == 0
+
+
+@pytest.mark.parametrize("how", PieceEnd)
+def test_peers_that_wait_for_a_local_slot_get_it_in_order(how: PieceEnd) -> None:
+    """If the slot is lost, all of them go without one."""
+    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(2))
+    for seq in range(2):
+        for to in PEERS:
+            push(queue, job(delivery(to), seq), wants_slot=True)
+    ranks = []
+    while taken := take_all(queue):
+        ranks += [place(one)[0] for one in taken]
+        for one in taken:
+            if how is not PieceEnd.IN_DOUBT or one.slots is not None:
+                end(queue, one, how)
+    in_order = [0, 1, 2] * 2
+    assert sorted(ranks) == sorted(in_order)
+    assert how is PieceEnd.IN_DOUBT or ranks == in_order
+    assert len(queue) == 0
+    assert not queue._without_slot
+
+
+def test_a_peer_that_cannot_use_a_local_slot_does_not_keep_it_from_others() -> None:
+    queue = PieceQueue(Limits(posts_per_peer=1), AGEING_S, SlotPool(2), slots_of(1))
+    taken = {}
+    for to in (PEERS[0], PEERS[2]):
+        push(queue, job(delivery(to)), wants_slot=True)
+        (taken[to],) = take_all(queue)
+    for to in PEERS[:2]:
+        push(queue, job(delivery(to), 1), wants_slot=True)  # the window of the first one is full
+    assert take_all(queue) == []
+    end(queue, taken[PEERS[2]])
+    assert [place(one)[0] for one in take_all(queue)] == [1]
 
 
 def test_a_piece_that_may_not_be_taken_keeps_its_turn() -> None:
@@ -330,6 +365,7 @@ def test_nothing_is_kept_for_peers_that_are_served() -> None:
     assert not queue.candidates
     assert not queue._num_waiting
     assert not queue._under_way
+    assert not queue._without_slot
 
 
 # Priority ----------------------------------------------------------------------------------------------------------
@@ -437,5 +473,28 @@ def steps_of_a_turn(num_deliveries: int) -> list[int]:
 
 def test_a_turn_costs_the_same_however_many_wait() -> None:
     few, many = steps_of_a_turn(100), steps_of_a_turn(10_000)
+    assert few == many
+    assert max(few) > 10
+
+
+def steps_of_a_slot(num_peers: int) -> list[int]:
+    """Return how many lines a few turns take while all peers wait for the only local slot."""
+    peers = [peer("decode", number) for number in range(num_peers)]
+    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1, peers))
+    for to in peers:
+        push(queue, job(delivery(to)), wants_slot=True)
+    take_all(queue)
+    under_way = deque(queue._under_way)
+
+    def turn() -> None:
+        queue.end(*under_way.popleft(), PieceEnd.ENDED)
+        (taken,) = take_all(queue)
+        under_way.append((taken.delivery, taken.seq))
+
+    return [steps_of(turn) for _ in range(20)]
+
+
+def test_a_free_slot_costs_the_same_however_many_peers_wait_for_it() -> None:
+    few, many = steps_of_a_slot(30), steps_of_a_slot(300)
     assert few == many
     assert max(few) > 10
