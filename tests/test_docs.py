@@ -286,7 +286,7 @@ ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|_anomaly|_answer_close
 EVENT = re.compile(r"""(?:\.(?:info|warning|error)|LogEvent|log_loss)\(\s*"([a-z_]+)\"""")
 NAMED_ELSEWHERE = {
     *("send_failed", "send_finished", "receive_failed", "receive_finished"),
-    *("rank_registered", "rank_left", "rank_replaced"),
+    *("rank_registered", "rank_left", "rank_replaced", "registry_full"),
     *("instance_unreachable", "handshake_refused", "rank_closed", "pages_quarantined", "quarantine_left"),
 }
 """Log events whose name or level is chosen from two."""

@@ -113,10 +113,11 @@ class DirectoryService:
             case SealedRegister(record=record, lease_s=lease_s):
                 self._check_key(connection, record.peer)
                 self._check_belongs(connection, record)
-                self._check_place(connection, record, principal)
                 # A message of a killed process may be read after the first message of its successor. Only its lost
                 # connection distinguishes it from a message of a live process, so the reply is sent first.
-                if self._send(self.table.answer_to(record, connection)):
+                if not self.table.has_place(record, principal):
+                    self._refuse_place(connection, record.peer)
+                elif self._send(self.table.answer_to(record, connection)):
                     self._send_all(self.table.register(record, lease_s, connection, now, principal))
             case Unregister(peer=peer):
                 self._check_key(connection, peer)
@@ -179,18 +180,13 @@ class DirectoryService:
                 "rank of a different instance registers", rank=str(rank), num_ranks=record.num_ranks
             )
 
-    def _check_place(self, connection: bytes, record: SealedRecord, principal: str | None) -> None:
-        """Check that the sender has not used up its share of the table.
-
-        Raises:
-            RemoteProtocolError: It has; the sender has been notified.
-        """
-        if not self.table.has_place(record, principal):
-            answerer = self._own.peer if self._own is not None else REGISTRY
-            most = f"at most {MAX_RANKS} with {MAX_BYTES} bytes are kept, of which one principal has a share"
-            detail = f"too many ranks are registered: {self.num_ranks}; {most}"
-            self._send(Answer(connection, Refuse(peer=answerer, to=record.peer, detail=detail)))
-            raise RemoteProtocolError("too many ranks are registered", rank=str(record.peer.rank))
+    def _refuse_place(self, connection: bytes, peer: PeerId) -> None:
+        """Tell a rank that its share of the table is used up. It may be honest, and registers again."""
+        answerer = self._own.peer if self._own is not None else REGISTRY
+        most = f"at most {MAX_RANKS} with {MAX_BYTES} bytes are kept, of which one principal has a share"
+        detail = f"too many ranks are registered: {self.num_ranks}; {most}"
+        self._anomalies.log(logging.WARNING, "registry_full", {"peer": str(peer), "detail": detail})
+        self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
 
     def _taker(self, connection: bytes) -> str | bytes:
         return principal_of(self._names_of(connection)) or connection

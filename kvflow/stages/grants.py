@@ -89,8 +89,8 @@ class GrantCollector:
             self._context.dispatch(ev.MessageArrived(connection, message, was_new=True))
         elif not self._core.needs_pages(connection, message):
             return False
-        elif not self._gate.receive(connection, self._core.taker(peer), grant_id, message, now):
-            self._context.anomalies.count("grant_over_share", peer, room=message.room)
+        else:
+            self._gate.receive(connection, self._core.taker(peer), grant_id, message, now)
         self._ask()
         return True
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvflow.control import dialer
 from kvflow.directory import Directories, Registry, RegistryClient, client, service, table
-from kvflow.errors import ConfigError, LocalProtocolError, RemoteProtocolError, Unreachable
+from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.trust import Trust
@@ -434,15 +434,17 @@ async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeyp
     monkeypatch.setattr(table, "MAX_RANKS", 2)
     monkeypatch.setattr(service, "MAX_RANKS", 2)
     sent: list[bytes] = []
+    anomalies = AnomalyLog(get_logger(), lambda: 0.0)
     directory = service.DirectoryService(
-        lambda _connection, data: sent.append(data),
-        lambda _connection: ("prefill",),
-        lambda: 0.0,
-        AnomalyLog(get_logger(), lambda: 0.0),
+        lambda _connection, data: sent.append(data), lambda _connection: ("prefill",), lambda: 0.0, anomalies
     )
     directory.take(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
-    with pytest.raises(RemoteProtocolError):
-        directory.take(b"b", SealedRegister(record=sealed(engine_rank=1, num_ranks=2), lease_s=60.0))
+    second = sealed(engine_rank=1, num_ranks=2)
+    with printed() as lines:
+        directory.take(b"b", SealedRegister(record=second, lease_s=60.0))
     refused = decode(sent[-1])
     assert isinstance(refused, Refuse)
     assert "too many ranks are registered: 1; at most 2" in refused.detail
+    (line,) = lines.named("registry_full")
+    assert (line["peer"], line["detail"]) == (str(second.peer), refused.detail)
+    assert anomalies.counts == {}, "it may be honest"

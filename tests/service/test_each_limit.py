@@ -11,7 +11,7 @@ import pytest
 from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded, FailureReason, KvflowError, PlanError
 from kvflow.state import events as ev
-from kvflow.state.effects import PrefillEffect
+from kvflow.state.effects import CountAnomaly, PrefillEffect
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.wire.messages import Failed, Refuse
 from tests.service.test_limits import pair
@@ -78,6 +78,7 @@ def _is_refused(effects: Sequence[PrefillEffect], detail: str) -> None:
     assert isinstance(failed, Failed)
     assert failed.failure.reason is FailureReason.CAPACITY
     assert detail in failed.failure.detail
+    assert not any(isinstance(effect, CountAnomaly) for effect in effects)
 
 
 def over_quarantine(name: str) -> None:

@@ -90,9 +90,9 @@ async def test_page_tables_in_many_parts() -> None:
         assert both.anomalies() == [{}, {}]
 
 
-async def test_a_burst_of_large_grants_is_slowed_down_and_not_refused() -> None:
+@pytest.mark.parametrize("limits", [Limits(pending_grant_bytes=24 * PAGES_PER_PART), Limits(pending_grants=16)])
+async def test_a_burst_of_large_grants_is_slowed_down_and_not_refused(limits: Limits) -> None:
     size, num_rooms = PAGES_PER_PART + 1, 24
-    limits = Limits(pending_grant_bytes=24 * PAGES_PER_PART)
     async with pair(size * num_rooms, limits=limits) as both:
         async with anyio.create_task_group() as tasks:
             for room in range(num_rooms):

@@ -284,8 +284,7 @@ class Requests:
             detail = (
                 f"too many grants for rooms that are not open: {len(self.waiting)}, of which {shared} allow a share"
             )
-            refused = self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
-            return [CountAnomaly("grant_over_share", peer, number), *refused]
+            return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
         self.waiting.put(number, peer, taker, asked, self._open_by(asked, now))
         return []
 

@@ -399,7 +399,7 @@ def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bo
     effects = core.hear(DECODE, grant(room=2, generation=2, pages={"kv": bytes(28)}))
     (failed,) = failed_in(effects)
     assert (failed.failure.reason, failed.generation) == (FailureReason.CAPACITY, 2)
-    assert effects[0] == CountAnomaly("grant_over_share", DECODE, 2)
+    assert not any(isinstance(effect, CountAnomaly) for effect in effects), "honest decode ranks do that"
     assert core.core.num_waiting_grants + core.core.num_announced == 2
 
 
