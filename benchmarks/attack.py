@@ -16,10 +16,11 @@ import msgspec
 
 import kvflow
 from benchmarks.keys import make_trusts
+from benchmarks.processes import ChildProcess
 from benchmarks.rooms import Rooms, deploy
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from kvflow.cli.options import add_backend_option, check_backend, check_positive
-from kvflow.cli.processes import ChildProcess, open_tasks
+from kvflow.cli.tasks import open_tasks
 
 __all__ = ["AttackerOptions", "add_arguments", "measure_attacks", "prepare"]
 

@@ -20,8 +20,8 @@ from zmq.utils import z85
 
 import kvflow
 from benchmarks.attack import AttackerOptions
+from benchmarks.processes import Line, next_order, run_child
 from benchmarks.rooms import make_pool
-from kvflow.cli.processes import Line, next_order, run_child
 
 __all__ = ["main"]
 

@@ -18,11 +18,11 @@ from anyio.abc import TaskGroup
 
 import kvflow
 from benchmarks.failures import EngineOptions
+from benchmarks.pools import PagePool, PoolShape
+from benchmarks.processes import Line, next_order, run_child
 from benchmarks.resources import num_files, num_threads, resident_bytes
 from benchmarks.sides import PREFILL
 from kvflow import Stage
-from kvflow.cli.pools import PagePool, PoolShape
-from kvflow.cli.processes import Line, next_order, run_child
 
 __all__ = ["main"]
 

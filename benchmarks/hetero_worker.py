@@ -15,9 +15,9 @@ import msgspec
 
 import kvflow
 from benchmarks.hetero import TABLES, WAYS, HeteroOptions, Load
+from benchmarks.pools import PagePool, page_tables
+from benchmarks.processes import Line, next_order, run_child
 from benchmarks.sides import PREFILL
-from kvflow.cli.pools import PagePool, page_tables
-from kvflow.cli.processes import Line, next_order, run_child
 from kvflow.config import Packing
 
 __all__ = ["main"]

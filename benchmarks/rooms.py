@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvflow
+from benchmarks.pools import PagePool, PoolShape
 from kvflow import Timeouts
-from kvflow.cli.pools import PagePool, PoolShape
 from kvflow.room import RoomId
 
 __all__ = [

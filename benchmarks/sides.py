@@ -9,7 +9,8 @@ import msgspec
 from msgspec import structs
 
 import kvflow
-from kvflow.cli.processes import ANSWER_S, ChildProcess, open_tasks
+from benchmarks.processes import ANSWER_S, ChildProcess
+from kvflow.cli.tasks import open_tasks
 from kvflow.keys import add_peer, add_registry, make_keys
 
 __all__ = ["DECODE", "PREFILL", "SideName", "SideOptions", "WrongBytes", "make_all_keys", "open_sides"]

@@ -4,8 +4,8 @@ import abc
 from typing import Any
 
 from benchmarks.pair.loads import Tables
+from benchmarks.pools import PagePool
 from benchmarks.sides import SideOptions
-from kvflow.cli.pools import PagePool
 
 __all__ = ["BareEndpoint", "open_endpoint"]
 

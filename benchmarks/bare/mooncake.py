@@ -15,7 +15,7 @@ from typing_extensions import override
 from benchmarks.bare.endpoint import BareEndpoint
 from benchmarks.bare.natives import HOST, NativeMooncake
 from benchmarks.pair.loads import Tables
-from kvflow.cli.pools import PagePool
+from benchmarks.pools import PagePool
 from kvflow.errors import BackendError, RegistrationError
 
 __all__ = ["BareMooncake"]

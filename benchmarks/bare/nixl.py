@@ -12,7 +12,7 @@ from typing_extensions import override
 from benchmarks.bare.endpoint import BareEndpoint
 from benchmarks.bare.natives import CLOSING_ROUNDS, start_nixl
 from benchmarks.pair.loads import Tables
-from kvflow.cli.pools import PagePool
+from benchmarks.pools import PagePool
 
 __all__ = ["BareNixl"]
 

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 from benchmarks.embedded.engines import LOOK_S, News
 from benchmarks.embedded.loads import LANES, EmbeddedOptions
+from benchmarks.pools import PagePool
 from benchmarks.sides import DECODE, PREFILL
 from kvflow import DecodeConfig, PrefillConfig
 from kvflow.blocking import BlockingSender, DecodeRank, LoopThread, Memory, Outcome, PrefillRank
-from kvflow.cli.pools import PagePool
 from kvflow.errors import KvflowError
 
 __all__ = ["KvflowDecode", "KvflowPrefill", "open_decode", "open_prefill"]

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.embedded.engines import LOOK_S, News
 from benchmarks.embedded.loads import LANES, EmbeddedOptions
 from benchmarks.embedded.sglang_shim import install
+from benchmarks.pools import PagePool
 from benchmarks.sides import PREFILL
-from kvflow.cli.pools import PagePool
 from kvflow.errors import KvflowError
 
 __all__ = ["SglangDecode", "SglangPrefill", "open_manager"]

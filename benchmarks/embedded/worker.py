@@ -16,9 +16,9 @@ from benchmarks.embedded.kvflow_ends import open_decode, open_prefill
 from benchmarks.embedded.loads import LANES, EmbeddedOptions, Load
 from benchmarks.embedded.timeline import Timeline
 from benchmarks.pair.loads import SHAPES
+from benchmarks.pools import PagePool, page_tables
+from benchmarks.processes import Line, run_child
 from benchmarks.sides import PREFILL
-from kvflow.cli.pools import PagePool, page_tables
-from kvflow.cli.processes import Line, run_child
 
 __all__ = ["main"]
 

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.pools import PoolShape, page_tables
 from benchmarks.sides import SideOptions
-from kvflow.cli.pools import PoolShape, page_tables
 
 __all__ = ["BARE_WAYS", "MAX_TABLES", "SHAPES", "WAYS", "Load", "PairOptions", "Table", "Tables", "Way", "tables_of"]
 

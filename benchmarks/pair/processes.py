@@ -10,9 +10,9 @@ from typing import Final
 from msgspec import structs, to_builtins
 
 from benchmarks.pair.loads import SHAPES, WAYS, Load, PairOptions, Way
+from benchmarks.processes import ChildProcess, Report
 from benchmarks.rows import there_and_back
 from benchmarks.sides import DECODE, PREFILL, WrongBytes, make_all_keys, open_sides
-from kvflow.cli.processes import ChildProcess, Report
 
 __all__ = ["Pair", "Round", "Rounds", "open_pair", "rounds_in_turn"]
 

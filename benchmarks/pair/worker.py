@@ -19,9 +19,9 @@ import kvflow
 from benchmarks.bare.endpoint import BareEndpoint, open_endpoint
 from benchmarks.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
 from benchmarks.pair.loads import SHAPES, Load, PairOptions, Tables, tables_of
+from benchmarks.pools import PagePool
+from benchmarks.processes import Line, next_order, run_child
 from benchmarks.sides import PREFILL
-from kvflow.cli.pools import PagePool
-from kvflow.cli.processes import Line, next_order, run_child
 
 __all__ = ["main"]
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from kvflow.cli.processes import open_tasks
 from kvflow.cli.proxy.application import PREFILL_PARAMS
+from kvflow.cli.tasks import open_tasks
 
 __all__ = ["MODEL", "Answer", "ask", "hand_over", "hand_over_at_once", "metrics", "open_client", "prompt_of", "prompts"]
 

@@ -16,7 +16,7 @@ from benchmarks.vllm_handover.client import Answer, ask, hand_over, hand_over_at
 from benchmarks.vllm_handover.soak import soak
 from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
 from kvflow.cli.options import check_installed, check_positive, counts, names
-from kvflow.cli.processes import open_tasks
+from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError, KvflowError
 
 if TYPE_CHECKING:

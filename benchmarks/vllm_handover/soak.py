@@ -9,8 +9,8 @@ import aiohttp
 import anyio
 
 from benchmarks.vllm_handover.client import Answer, ask, hand_over, metrics, prompt_of
-from kvflow.cli.processes import open_tasks
 from kvflow.cli.proxy.application import PREFILL_PARAMS
+from kvflow.cli.tasks import open_tasks
 
 if TYPE_CHECKING:
     from benchmarks.vllm_handover.servers import Pair, Usage

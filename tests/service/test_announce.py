@@ -11,9 +11,10 @@ import anyio
 import pytest
 
 import kvflow
+from benchmarks.processes import ChildProcess
 from kvflow import blocking
 from kvflow.blocking import Memory, Outcome
-from kvflow.cli.processes import ChildProcess, open_tasks
+from kvflow.cli.tasks import open_tasks
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import (
     ConfigError,

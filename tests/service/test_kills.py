@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 import kvflow
 from benchmarks.failures import CASES, Engine, EngineOptions, FailureRow, FailureSettings, measure_failures
+from benchmarks.processes import ChildFailed
 from benchmarks.sides import DECODE, PREFILL
-from kvflow.cli.processes import ChildFailed, open_tasks
+from kvflow.cli.tasks import open_tasks
 from tests.support.slow import slow_except
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvflow
-from kvflow.cli.processes import ChildProcess
+from benchmarks.processes import ChildProcess
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import (
     CapacityExceeded,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvflow
+from benchmarks.processes import ChildProcess
 from kvflow.cli.main import main
-from kvflow.cli.processes import ChildProcess
 from kvflow.config import Limits, Timeouts
 from kvflow.state.recorder import LENGTH_BYTES, Replay, replay
 from tests.support.failures import catch

@@ -11,7 +11,7 @@ import anyio.to_thread
 import msgspec
 
 import kvflow
-from kvflow.cli.processes import Line, run_child
+from benchmarks.processes import Line, run_child
 from tests.support.instances import decode_config, make_pool
 from tests.support.prefill_process import PAGES, TOKENS
 

@@ -5,8 +5,8 @@ import sys
 
 import msgspec
 
+from benchmarks.processes import Line, run_child
 from kvflow import ConfigError
-from kvflow.cli.processes import Line, run_child
 
 __all__ = ["EchoOptions"]
 

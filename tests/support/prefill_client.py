@@ -7,7 +7,8 @@ from typing import Any
 import anyio
 
 import kvflow
-from kvflow.cli.processes import ChildProcess, open_tasks
+from benchmarks.processes import ChildProcess
+from kvflow.cli.tasks import open_tasks
 from kvflow.decode import Prefill
 from tests.support.prefill_process import PAGES, TOKENS, PrefillOptions
 

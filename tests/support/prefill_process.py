@@ -17,7 +17,7 @@ import anyio.to_thread
 import msgspec
 
 import kvflow
-from kvflow.cli.processes import Line, Report, run_child
+from benchmarks.processes import Line, Report, run_child
 from tests.support.instances import make_pool, prefill_config
 from tests.support.pools import Pool
 

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 from typing_extensions import override
 
-from kvflow.cli.processes import open_tasks
+from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError
 
 __all__ = ["PREFILL_PARAMS", "serve_proxy"]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 
 from kvflow.cli.options import check_installed
-from kvflow.cli.processes import open_tasks
 from kvflow.cli.smollm2 import prepare_smollm2
+from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import kvflow
+from benchmarks.processes import ChildProcess
 from kvflow import FailureReason
-from kvflow.cli.processes import ChildProcess, open_tasks
+from kvflow.cli.tasks import open_tasks
 from kvflow.testing.adapter import check_kill
 from tests.engines.transformers.models import prompt
 from tests.engines.transformers.pair import Pair

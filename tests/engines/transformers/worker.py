@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 import kvflow
-from kvflow.cli.processes import Line, run_child
+from benchmarks.processes import Line, run_child
 from kvflow.engines.transformers.prefill import PrefillManager
 from tests.engines.transformers.models import make_manager
 

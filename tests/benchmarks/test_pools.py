@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvflow.cli.pools import PagePool, PoolShape, page_tables
+from benchmarks.pools import PagePool, PoolShape, page_tables
 
 SHAPE = PoolShape(layers=2, heads=(0, 4), head_bytes=16, page_size=4)
 

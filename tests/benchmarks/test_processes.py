@@ -9,7 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kvflow.cli.processes import ChildFailed, ChildProcess, Report, open_tasks
+from benchmarks.processes import ChildFailed, ChildProcess, Report
+from kvflow.cli.tasks import open_tasks
 from tests.support.echo_child import EchoOptions
 from tests.support.waiting import until
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.anyio
 
 PARENT = """
 import anyio
-from kvflow.cli.processes import ChildProcess, open_tasks
+from benchmarks.processes import ChildProcess
+from kvflow.cli.tasks import open_tasks
 from tests.support.echo_child import EchoOptions
 
 async def main():

@@ -1,7 +1,7 @@
 """Child processes that take orders and send reports, one JSON object per line in each direction.
 
-`ChildProcess` is a child as seen by the process that started it; `run_child` and `Line` are the other end. Benches,
-benchmarks, the demo and tests share them.
+`ChildProcess` is a child as seen by the process that started it; `run_child` and `Line` are the other end. Benchmarks
+and tests share them.
 
 A child has its own session, so Ctrl-C in a terminal reaches only the process that started it, which then ends the
 child. The kernel kills the child if that process dies.
@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TextIO, TypedDict, TypeVar
 
@@ -38,7 +38,6 @@ __all__ = [
     "PipeLine",
     "Report",
     "next_order",
-    "open_tasks",
     "run_child",
 ]
 
@@ -254,21 +253,6 @@ class ChildProcess(Child):
         if self._process.stderr is not None:
             async for printed in self._process.stderr:
                 self._printed += printed
-
-
-@asynccontextmanager
-async def open_tasks() -> AsyncIterator[TaskGroup]:
-    """Open a task group that raises its first error alone; the others are consequences of it."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        raise _first_leaf(group) from group
-
-
-def _first_leaf(group: "BaseExceptionGroup[BaseException]") -> BaseException:
-    first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 class Line(Protocol):
