@@ -59,6 +59,9 @@ EVENTS: Final = ACCEPTED | DISCONNECTED
 GRACE_S: Final = 0.02
 """How long messages may wait after a connection has ended before no further connection is accepted, in seconds."""
 
+MUCH_BYTES: Final = 2**20
+"""If a connection that has ended left more unread than this, no further connection is accepted from now on."""
+
 MAX_PAUSE_S: Final = 2.0
 """How long no connection is accepted at most while messages of connections that have ended are being read, in seconds.
 """
@@ -68,7 +71,7 @@ DESCRIPTORS_CHECK_S: Final = 1.0
 tries again all the time, which keeps a core busy."""
 
 GIVEN_BACK_BYTES: Final = 8 * 2**20
-"""The memory of more data than this, received before and read during a pause, is returned to the system."""
+"""After a pause, memory is returned to the system if more bytes than this were read since the last time."""
 
 KEEPALIVE_S: Final = 60
 """Silence after which the kernel sends TCP keepalive probes, for peers that have not even sent a heartbeat."""
@@ -259,11 +262,17 @@ class ZmqListener:
         with suppress(Shortage):
             descriptors.fill()
 
-    def _look_for_leftovers(self) -> None:
-        """After a connection has ended, find out whether what it has left is read soon."""
-        if self._pause is None and self._inbox.has_messages():
-            self._pause = self._loop.call_later(GRACE_S, self._stop_accepting)
-            self._read_before = self._intake.num_bytes
+    def _look_for_leftovers(self, num_bytes: int) -> None:
+        """After a connection has ended, find out whether what it has left is read soon.
+
+        Args:
+            num_bytes: What it has left at least.
+        """
+        if not self._is_paused and self._inbox.has_messages():
+            if num_bytes > MUCH_BYTES:
+                self._stop_accepting()
+            elif self._pause is None:
+                self._pause = self._loop.call_later(GRACE_S, self._stop_accepting)
         self._inbox.look()
 
     def _stop_accepting(self) -> None:
@@ -272,6 +281,8 @@ class ZmqListener:
         What a connection leaves behind when it ends cannot be counted any more, so nobody may leave something behind
         again and again faster than it is read.
         """
+        if self._pause is not None:
+            self._pause.cancel()
         self._is_paused = ignore_connects(self._port_fd)
         self._pause = self._loop.call_later(MAX_PAUSE_S, self._go_on_accepting)
 
@@ -280,12 +291,11 @@ class ZmqListener:
             return
         self._pause.cancel()
         self._pause = None
-        if not self._is_paused:
-            return
-        self._is_paused = False
-        if not self._is_short:
+        if self._is_paused and not self._is_short:
             accept_connects(self._port_fd)
+        self._is_paused = False
         if self._intake.num_bytes - self._read_before > GIVEN_BACK_BYTES:
+            self._read_before = self._intake.num_bytes
             self._loop.run_in_executor(None, give_back_memory)
 
     def _close_socket(self) -> None:
@@ -381,10 +391,11 @@ class ZmqListener:
             self._backlog.watch(fd)
             return
         is_refusal = self._authenticator is not None and self._intake.is_unheard(fd)
+        num_left = self._intake.has_left(fd)
         self._intake.forget(fd)
         self._backlog.forget(fd)
         self._routes.forget(fd)
-        self._look_for_leftovers()
+        self._look_for_leftovers(num_left)
         if is_refusal:
             self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
 

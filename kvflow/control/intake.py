@@ -43,9 +43,10 @@ COMMAND_BYTES: Final = 256
 DROPPED_AT_ONCE: Final = 1_024
 """Message parts that are dropped before yielding to the event loop."""
 
-LOOK_EVERY: Final = 64
-"""Number of messages after which the kernel is asked how much is left of a connection: when it has ended, it is too
-late."""
+LOOK_S: Final = 0.005
+LOOK_SHARE: Final = 50
+"""How often the kernel is asked while messages are read how much is left of the connections, in seconds and as a
+multiple of the time that it takes: when a connection has ended, it is too late."""
 
 MAX_BROKEN: Final = 4_096
 """Maximum number of closed connections whose unread messages are recognised."""
@@ -105,7 +106,7 @@ class Intake:
         self._suspects: set[int | bytes] = set()
         self.num_bytes = 0
         self._name = b""
-        self._num_read = 0
+        self._look_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_rest = False
 
@@ -180,9 +181,8 @@ class Intake:
         if self.fd in self._taken:
             self._unheard.discard(self.fd)
             self._taken[self.fd] += num_bytes
-            self._num_read += 1
-            if self._num_read % LOOK_EVERY == 0:
-                self._waiting(self.fd)
+            if self._loop.time() >= self._look_at:
+                self._look()
         elif self._name in self._ended:
             self._ended[self._name] = max(self._ended[self._name] - num_bytes, 0)
 
@@ -203,6 +203,10 @@ class Intake:
         """Return whether a connection exists and has not delivered a message."""
         return fd in self._unheard
 
+    def has_left(self, fd: int) -> int:
+        """Return how many bytes of a connection are unread, as far as is known when it has ended."""
+        return self._left.get(fd, 0)
+
     def forget(self, fd: int) -> None:
         """Stop watching a connection, which has ended. What it has sent still counts until it is read."""
         self._taken.pop(fd, None)
@@ -219,7 +223,9 @@ class Intake:
             if name is None:
                 self._nameless.add(fd)
             self._break(name, why)
+            left = self._left[fd]
             self.forget(fd)
+            self._left[fd] = left
 
     def cut_sender(self, why: str) -> None:
         """Close the connection of the latest message, and drop its unread messages. It may have ended."""
@@ -245,7 +251,10 @@ class Intake:
     def _check(self) -> None:
         if self._num_ids:
             self._close_silent()
-        waiting: dict[int | bytes, int] = {fd: self._waiting(fd) for fd in self._taken} | self._ended
+        for fd in self._taken:
+            self._taken[fd] += COMMAND_BYTES
+        self._look()
+        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._taken} | self._ended
         in_all = sum(waiting.values())
         suspects = set()
         for one in sorted(waiting, key=lambda one: (one in self._ended, waiting[one]), reverse=True):
@@ -269,11 +278,13 @@ class Intake:
             if silence_ms is not None and silence_ms > MAX_SILENCE_MS:
                 self._tcp.shut(fd)  # libzmq then reports its end
 
-    def _waiting(self, fd: int) -> int:
-        """Return the number of received but unread bytes of a connection, less an allowance for heartbeats."""
-        received = self._tcp.received(fd)
-        if received is None:
-            return 0
-        self._taken[fd] = min(self._taken[fd] + COMMAND_BYTES, received)
-        self._left[fd] = received - self._taken[fd]
-        return self._left[fd]
+    def _look(self) -> None:
+        """Ask the kernel how many received bytes of each connection are unread, less an allowance for heartbeats."""
+        start = self._loop.time()
+        for fd, taken in self._taken.items():
+            received = self._tcp.received(fd)
+            if received is not None:
+                self._taken[fd] = min(taken, received)
+                self._left[fd] = received - self._taken[fd]
+        end = self._loop.time()
+        self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))

@@ -255,6 +255,39 @@ async def test_nobody_is_accepted_while_what_others_have_left_is_unread(monkeypa
         await still_served(server)
 
 
+@pytest.mark.parametrize("is_cut", [False, True], ids=["ended", "cut"])
+async def test_nobody_is_accepted_from_the_moment_that_much_is_left(
+    monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    monkeypatch.setattr(channel, "GRACE_S", 3_600.0)
+    monkeypatch.setattr(Intake, "receive", take_nothing)
+    with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
+        intake = server.listener._intake
+        await anyio.to_thread.run_sync(send_mib, raw, 2)
+        await until(lambda: any(intake.has_left(fd) > channel.MUCH_BYTES for fd in intake._taken))
+        assert not server.listener._is_paused
+        if is_cut:
+            intake.cut(*intake._taken, "a reason")
+        else:
+            raw.reset()
+        await until(lambda: server.listener._is_paused)
+
+
+async def test_memory_of_what_was_left_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it was read so soon that no connection was refused."""
+    given_back: list[bool] = []
+    monkeypatch.setattr(channel, "give_back_memory", lambda: given_back.append(True))
+    monkeypatch.setattr(channel, "GRACE_S", 3_600.0)
+    monkeypatch.setattr(channel, "MUCH_BYTES", 2**30)
+    with closing(Server()) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(Intake, "receive", take_nothing)
+            with RawZmtp(server.endpoint) as raw:
+                await anyio.to_thread.run_sync(send_mib, raw, 9)
+            await until(lambda: server.listener._pause is not None)
+        await until(lambda: bool(given_back))
+
+
 async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(Intake, "receive", take_nothing)
