@@ -1,4 +1,4 @@
-"""kvflow works without torch: checked in fresh interpreters that refuse to import it."""
+"""kvflow works without torch, and its commands without aiohttp: checked in fresh interpreters that refuse both."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 
 class NoTorch(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] == "torch":
+        if name.partition(".")[0] in ("torch", "aiohttp"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, NoTorch())
@@ -27,7 +27,7 @@ for name in kvflow.__all__:
 HELP: Final = """
 from contextlib import suppress
 from kvflow.cli.main import main
-for command in ([], ["registry"], ["demo"]):
+for command in ([], ["registry"], ["demo"], ["serve"], ["proxy"]):
     with suppress(SystemExit):
         main([*command, "--help"])
 """
@@ -86,11 +86,12 @@ def test_commands_explain_themselves() -> None:
     done = run_without_torch(HELP)
     assert done.returncode == 0, done.stderr
     usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
-    assert [usage.split()[2] for usage in usages[1:]] == ["registry", "demo"]
+    assert [usage.split()[2] for usage in usages[1:]] == ["registry", "demo", "serve", "proxy"]
 
 
-def test_torch_is_refused() -> None:
+@pytest.mark.parametrize("package", ["torch", "aiohttp"])
+def test_package_is_refused(package: str) -> None:
     """Otherwise the other tests would prove nothing."""
-    done = run_without_torch("import torch")
+    done = run_without_torch(f"import {package}")
     assert done.returncode != 0
-    assert "No module named 'torch'" in done.stderr
+    assert f"No module named '{package}'" in done.stderr
