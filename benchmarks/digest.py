@@ -9,10 +9,11 @@ from typing import Final
 import anyio
 import numpy as np
 
+from benchmarks.options import counts
 from benchmarks.pools import PagePool, PoolShape
 from benchmarks.rooms import Pair, deploy
 from benchmarks.rows import Measured, Row, compare, print_rows
-from kvflow.cli.options import add_backend_option, check_backend, check_positive, counts
+from kvflow.cli.options import add_backend_option, check_backend, check_positive
 
 __all__ = ["add_arguments", "measure_digests", "prepare"]
 

@@ -7,11 +7,12 @@ from itertools import product
 
 import msgspec
 
+from benchmarks.options import counts
 from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load
 from benchmarks.pair.options import add_pair_options, check_pair_options
 from benchmarks.pair.processes import Pair, Round, Rounds, open_pair, rounds_in_turn
 from benchmarks.rows import Measured, Row, Tail, best_bare, compare, percentile, print_rows
-from kvflow.cli.options import check_positive, counts
+from kvflow.cli.options import check_positive
 
 __all__ = ["HandoverSettings", "add_arguments", "measure_handovers", "prepare"]
 

@@ -10,8 +10,8 @@ from itertools import product
 
 import numpy as np
 
+from benchmarks.options import counts
 from benchmarks.rows import Measured, Row, compare, print_rows
-from kvflow.cli.options import counts
 from kvflow.geometry import (
     BoundRoute,
     Component,

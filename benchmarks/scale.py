@@ -9,10 +9,11 @@ import anyio
 from msgspec import structs
 
 from benchmarks.memory import measure_memory
+from benchmarks.options import counts
 from benchmarks.resources import cpu_share
 from benchmarks.rooms import BATCH, Rooms, deploy
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
-from kvflow.cli.options import cases_of, check_positive, counts, names
+from kvflow.cli.options import cases_of, check_positive, names
 
 __all__ = ["ScaleSettings", "add_arguments", "measure_scale", "prepare"]
 

@@ -3,8 +3,9 @@
 import argparse
 from typing import Final
 
+from benchmarks.options import counts
 from benchmarks.pair.loads import SHAPES
-from kvflow.cli.options import check_positive, counts
+from kvflow.cli.options import check_positive
 from kvflow.errors import ConfigError
 
 __all__ = ["add_pair_options", "check_pair_options"]

@@ -14,7 +14,6 @@ __all__ = [
     "check_backend",
     "check_installed",
     "check_positive",
-    "counts",
     "names",
     "sentence",
 ]
@@ -65,18 +64,6 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
         value = getattr(arguments, name)
         if not 0 < value < float("inf"):
             raise kvflow.ConfigError("option must be positive", option=f"--{name.replace('_', '-')}", value=value)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Parse an option with several positive numbers.
-
-    Raises:
-        ArgumentTypeError: It is not a list of positive numbers.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"expected positive numbers separated by commas, not {text!r}")
-    return tuple(map(int, parts))
 
 
 def names(text: str) -> tuple[str, ...]:
