@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvflow
-from benchmarks.limits_of_tables import MAX_RANKS, MAX_SLOTS_PER_PEER, use_quarantine, use_registry, use_slots
+from benchmarks.limits_of_tables import (
+    MAX_RANKS,
+    MAX_SLOTS_PER_PEER,
+    use_quarantine,
+    use_registry,
+    use_slots,
+    use_unfenced,
+)
 from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import names
 from kvflow.geometry import Component, KVLayout, Region
@@ -27,7 +34,9 @@ LOOK_S: Final = 0.001
 CELL_BYTES: Final = 8
 ROOM_PAGES: Final = 16
 
-PATIENT: Final = kvflow.Timeouts(handshake_s=300.0, transfer_s=900.0, open_s=900.0, grant_s=900.0, first_bytes_s=900.0)
+PATIENT: Final = kvflow.Timeouts(
+    lease_s=100.0, handshake_s=300.0, transfer_s=900.0, open_s=900.0, grant_s=900.0, first_bytes_s=900.0
+)
 
 Bytes = NDArray[np.uint8]
 Act = Callable[[], Awaitable[None]]
@@ -279,9 +288,10 @@ LIMITS: Final[Mapping[str, Limit]] = {
     "pending_grants": Limit(DEFAULTS.pending_grants // 2, "grants", use_waiting_grants),
     "metadata_bytes": Limit(16 * 2**20, "bytes", use_metadata),
     "chunks": Limit(DEFAULTS.queued_chunks, "chunks", use_chunks),
-    "peers": Limit(256, "decode ranks", use_peers),
+    "peers": Limit(1_024, "decode ranks", use_peers),
     "registry": Limit(MAX_RANKS, "ranks", use_registry),
     "quarantined_pages": Limit(DEFAULTS.quarantined_pages, "rooms", use_quarantine),
+    "unfenced": Limit(DEFAULTS.unfenced, "transfers", use_unfenced),
     "slots": Limit(MAX_SLOTS_PER_PEER, "slots", use_slots),
 }
 """What a peer, or an engine for it, can use up. `peers` is measured with what one process can hold."""

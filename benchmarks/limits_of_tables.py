@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple, cast
 
 import anyio.lowlevel
 import numpy as np
@@ -12,11 +12,16 @@ from kvflow.config import MAX_SLOTS_PER_PEER
 from kvflow.directory.service import seal
 from kvflow.directory.table import MAX_RANKS, RegistryTable
 from kvflow.geometry import KVLayout
+from kvflow.state.events import DeliveryId
+from kvflow.state.prefill.delivery import Delivery
+from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.slots import SlotPool
+from kvflow.state.prefill.unfenced import UNFENCED_SHARE, UnfencedDeliveries
 from kvflow.state.quarantine import Footprint, Quarantine
+from kvflow.state.timers import Timers
 from kvflow.wire.messages import PeerId, RankId, RankRecord
 
-__all__ = ["MAX_RANKS", "MAX_SLOTS_PER_PEER", "use_quarantine", "use_registry", "use_slots"]
+__all__ = ["MAX_RANKS", "MAX_SLOTS_PER_PEER", "use_quarantine", "use_registry", "use_slots", "use_unfenced"]
 
 CELL_BYTES: Final = 8
 RANKS_AT_ONCE: Final = 16
@@ -84,6 +89,39 @@ async def use_slots(n: int) -> AsyncGenerator[Act]:
             await anyio.lowlevel.checkpoint()
         for slot in taken:
             pool.give_back(slot)
+            await anyio.lowlevel.checkpoint()
+
+    yield act
+
+
+class _Ended(NamedTuple):
+    """An ended delivery of which nothing can land any more once it is settled."""
+
+    id: DeliveryId
+    is_fenced: bool = True
+
+    def forget_pages(self) -> None:
+        """Do nothing: it has no pages."""
+
+
+@asynccontextmanager
+async def use_unfenced(n: int) -> AsyncGenerator[Act]:
+    """Keep what may still land at ranks that are gone, ask for places, settle half, and forget the ranks."""
+
+    async def act() -> None:
+        ranks = [PeerId(RankId(f"decode{number}", 0), 1) for number in range(UNFENCED_SHARE)]
+        peers = DecodePeers(Timers(), len(ranks))
+        unfenced = UnfencedDeliveries(peers, n)
+        ended = [cast("Delivery", _Ended(DeliveryId(room, ranks[room % len(ranks)], 1))) for room in range(n)]
+        for delivery in ended:
+            unfenced.add(delivery)
+            unfenced.excess(delivery.id.peer)
+            await anyio.lowlevel.checkpoint()
+        for delivery in list(unfenced)[: n // 2]:
+            unfenced.settle(delivery, [])
+            await anyio.lowlevel.checkpoint()
+        for rank in ranks:
+            unfenced.forget_peer(rank)
             await anyio.lowlevel.checkpoint()
 
     yield act
