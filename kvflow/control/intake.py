@@ -48,6 +48,9 @@ LOOK_SHARE: Final = 50
 """How often the kernel is asked while messages are read how much is left of the connections, in seconds and as a
 multiple of the time that it takes: when a connection has ended, it is too late."""
 
+LOOKED_AT_ONCE: Final = 128
+"""Number of connections that the kernel is asked about before yielding to the event loop."""
+
 MAX_BROKEN: Final = 4_096
 """Maximum number of closed connections whose unread messages are recognised."""
 
@@ -107,7 +110,8 @@ class Intake:
         self.num_bytes = 0
         self._name = b""
         self._look_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._next_fds: list[int] = []
+        self._timer: asyncio.Handle | None = None
         self._is_in_rest = False
 
     def receive(self) -> list[zmq.Frame]:
@@ -182,7 +186,7 @@ class Intake:
             self._unheard.discard(self.fd)
             self._taken[self.fd] += num_bytes
             if self._loop.time() >= self._look_at:
-                self._look()
+                self._look_at_some()
         elif self._name in self._ended:
             self._ended[self._name] = max(self._ended[self._name] - num_bytes, 0)
 
@@ -249,11 +253,22 @@ class Intake:
         self._taken.clear()
 
     def _check(self) -> None:
-        if self._num_ids:
-            self._close_silent()
-        for fd in self._taken:
+        self._check_some(list(self._taken))
+
+    def _check_some(self, fds: list[int]) -> None:
+        """Look at some connections, and at the others in later turns; then close those over their limits."""
+        now = [fd for fd in fds[:LOOKED_AT_ONCE] if fd in self._taken]
+        for fd in now:
             self._taken[fd] += COMMAND_BYTES
-        self._look()
+        self._look(now)
+        if self._num_ids:
+            self._close_silent(now)
+        if len(fds) > LOOKED_AT_ONCE:
+            self._timer = self._loop.call_soon(self._check_some, fds[LOOKED_AT_ONCE:])
+        else:
+            self._close_excessive()
+
+    def _close_excessive(self) -> None:
         waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._taken} | self._ended
         in_all = sum(waiting.values())
         suspects = set()
@@ -272,19 +287,27 @@ class Intake:
         is_needed = self._taken or self._ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
-    def _close_silent(self) -> None:
-        for fd in self._taken.keys() - self._unheard:
-            silence_ms = self._tcp.silence_ms(fd)
+    def _close_silent(self, fds: list[int]) -> None:
+        for fd in fds:
+            silence_ms = None if fd in self._unheard else self._tcp.silence_ms(fd)
             if silence_ms is not None and silence_ms > MAX_SILENCE_MS:
                 self._tcp.shut(fd)  # libzmq then reports its end
 
-    def _look(self) -> None:
-        """Ask the kernel how many received bytes of each connection are unread, less an allowance for heartbeats."""
+    def _look_at_some(self) -> None:
+        """Look at the connections whose turn it is, and note when the next ones have theirs."""
         start = self._loop.time()
-        for fd, taken in self._taken.items():
-            received = self._tcp.received(fd)
-            if received is not None:
-                self._taken[fd] = min(taken, received)
-                self._left[fd] = received - self._taken[fd]
+        if not self._next_fds:
+            self._next_fds = list(self._taken)
+        now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
+        self._look(now)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))
+
+    def _look(self, fds: list[int]) -> None:
+        """Ask the kernel how many received bytes of some connections are unread, less an allowance for heartbeats."""
+        for fd in fds:
+            taken = self._taken.get(fd)
+            received = None if taken is None else self._tcp.received(fd)
+            if taken is not None and received is not None:
+                self._taken[fd] = min(taken, received)
+                self._left[fd] = received - self._taken[fd]

@@ -11,7 +11,7 @@ import anyio
 import pytest
 import zmq
 
-from kvflow.control import channel
+from kvflow.control import channel, intake
 from kvflow.control.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
 from kvflow.control.sockets import HEARTBEAT_MS, SILENCE_MS
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -124,8 +124,10 @@ def send_mib(raw: RawZmtp, count: int) -> None:
         raw.send(frame(bytes(65_536)))
 
 
-async def test_who_sends_more_than_is_taken_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, intake.LOOKED_AT_ONCE])
+async def test_who_sends_more_than_is_taken_loses_the_connection(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(Intake, "receive", take_nothing)
+    monkeypatch.setattr(intake, "LOOKED_AT_ONCE", at_once)
     with closing(Server()) as server, RawZmtp(server.endpoint) as fast, RawZmtp(server.endpoint) as slow:
         await anyio.to_thread.run_sync(send_mib, slow, 12)
         await anyio.to_thread.run_sync(send_mib, fast, 20)
