@@ -84,6 +84,9 @@ class Listener(Protocol):
         A trailing `*` matches any suffix; without authentication this is "*", which matches every instance.
         """
 
+    def host_of(self, connection: bytes) -> str:
+        """Return the address of the host at the other end of a connection; empty if it is gone or unknown."""
+
     def renew(self, trust: Trust) -> None:
         """Accept the peers that are listed now, and no others.
 

@@ -240,7 +240,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._registry.publish(record)
         else:
             self._directory = DirectoryService(
-                self._listener.send, self._listener.names_of, self._ports.now, self._anomalies, record
+                self._listener.send,
+                self._listener.names_of,
+                self._listener.host_of,
+                self._ports.now,
+                self._anomalies,
+                record,
             )
             self._resources.callback(self._directory.close)
         self._resources.callback(self._unregister)

@@ -166,6 +166,10 @@ class SimulatedListener:
         """Return the wildcard: there are no keys here."""
         return ("*",)
 
+    def host_of(self, connection: bytes) -> str:
+        """Return nothing: hosts have no addresses here."""
+        return ""
+
     def renew(self, trust: Trust) -> None:
         """Do nothing: there are no keys here."""
 

@@ -231,9 +231,9 @@ class ZmqListener:
             self._socket.bind(self._address)
             stack.pop_all()
         ports.add(self._fd)
-        tcp = Tcp(self._socket, self._port, is_encrypted=self._authenticator is not None)
-        self._intake = Intake(self._socket, tcp, self._on_refused, self._events.take_all)
-        self._backlog = Backlog(tcp, self._intake.cut)
+        self._tcp = Tcp(self._socket, self._port, is_encrypted=self._authenticator is not None)
+        self._intake = Intake(self._socket, self._tcp, self._on_refused, self._events.take_all)
+        self._backlog = Backlog(self._tcp, self._intake.cut)
         self._routes = Routes()
         self._inbox = Inbox(self._socket, self._deliver, self._go_on_accepting, receive=self._receive)
         self._shortage_timer = self._loop.call_later(DESCRIPTORS_CHECK_S, self._check_descriptors)
@@ -327,6 +327,11 @@ class ZmqListener:
     def names_of(self, connection: bytes) -> tuple[str, ...]:
         """Return the instances that the peer of a connection may act for, see `kvflow.ports.Listener.names_of`."""
         return (ANY,) if self._authenticator is None else self._trust.names_of(connection[:PRINCIPAL_DIGITS].decode())
+
+    def host_of(self, connection: bytes) -> str:
+        """Return the address of the host at the other end, see `kvflow.ports.Listener.host_of`."""
+        route = self._routes.find(connection)
+        return "" if route is None else self._tcp.peer_host(route.fd)
 
     def renew(self, trust: Trust) -> None:
         """Use these keys from now on, see `kvflow.ports.Listener.renew`.

@@ -105,6 +105,15 @@ class Tcp:
         """Return the number of bytes that the peer has acknowledged; None if unknown."""
         return self._number(fd, BYTES_ACKED)
 
+    def peer_host(self, fd: int) -> str:
+        """Return the address of the host at the other end; empty if the connection is gone."""
+        own = self._open(fd)
+        if own is None:
+            return ""
+        with own, suppress(OSError):
+            return str(own.getpeername()[0])
+        return ""
+
     def is_writable(self, fd: int) -> bool:
         """Return whether the kernel accepts more bytes now, in which case none wait in libzmq for long."""
         own = self._open(fd)

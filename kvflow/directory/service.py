@@ -58,6 +58,7 @@ class DirectoryService:
     Args:
         send: Queues bytes for a connection; raises Unreachable if it is gone.
         names_of: Returns the instances that the peer of a connection may act for.
+        host_of: Returns the address of the host at the other end of a connection; empty if unknown.
         now: Returns monotonic time in seconds.
         anomalies: Counts rejected messages.
         own: Record of the hosting rank; None for a registry.
@@ -70,12 +71,14 @@ class DirectoryService:
         self,
         send: Callable[[bytes, bytes], None],
         names_of: Callable[[bytes], tuple[str, ...]],
+        host_of: Callable[[bytes], str],
         now: Callable[[], float],
         anomalies: AnomalyLog,
         own: RankRecord | None = None,
     ) -> None:
         self._send_bytes = send
         self._names_of = names_of
+        self._host_of = host_of
         self._now = now
         self._anomalies = anomalies
         self._own = None if own is None else seal(own)
@@ -123,20 +126,21 @@ class DirectoryService:
                 self._check_key(connection, peer)
                 self.table.unregister(peer)
             case Lookup():
-                self._look_up(connection, message, now, principal)
+                self._look_up(connection, message, now)
         self._log_changes("unregistered")
         self._alarm.check()
 
-    def _look_up(self, connection: bytes, lookup: Lookup, now: float, principal: str | None) -> None:
+    def _look_up(self, connection: bytes, lookup: Lookup, now: float) -> None:
         instance, number = lookup.instance, lookup.number
         if self._own is not None:
             instance = self._own.peer.rank.instance
         if instance is None:
             self._send(Answer(connection, SealedRecords(instance=None, records=(), number=number)))
             return
-        if not self.table.may_wait(instance, connection, principal):
+        taker = principal_of(self._names_of(connection)) or self._host_of(connection)
+        if not self.table.may_wait(instance, connection, taker):
             self._anomalies.count("lookup_over_share", prefill=instance)
-        self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, principal))
+        self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, taker))
 
     def withdraw(self) -> None:
         """Remove the hosting rank, so that lookups no longer return it."""

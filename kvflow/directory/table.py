@@ -236,17 +236,18 @@ class RegistryTable:
         if instance is not None and peer.rank.engine_rank in instance.places:
             self._forget(peer)
 
-    def may_wait(self, instance: str, connection: bytes, principal: str | None = None) -> bool:
+    def may_wait(self, instance: str, connection: bytes, taker: str = "") -> bool:
         """Return whether a lookup is already waiting, or its sender's share permits it to wait.
 
         Args:
             instance: Name of the instance.
             connection: Connection that the Lookup arrived on.
-            principal: Principal of the sender; None without keys, in which case the share is that of the connection.
+            taker: Whose share it is: the sender's principal, or without keys its host; empty if only the connection is
+                known.
         """
         entry = self._instances.get(instance)
         is_waiting = entry is not None and connection in entry.waiting
-        return is_waiting or self._waits.has_place(principal or connection.hex(), 1)
+        return is_waiting or self._waits.has_place(taker or connection.hex(), 1)
 
     def lookup(
         self,
@@ -255,7 +256,7 @@ class RegistryTable:
         connection: bytes,
         now: float,
         number: int = 0,
-        principal: str | None = None,
+        taker: str = "",
     ) -> list[Answer]:
         """Answer a lookup, or let it wait until the instance is complete or the lookup times out.
 
@@ -267,13 +268,13 @@ class RegistryTable:
             connection: Connection that the Lookup arrived on.
             now: Current time.
             number: Number for the answer to repeat.
-            principal: As in `may_wait`.
+            taker: As in `may_wait`.
         """
         entry = self._instances.get(instance) or _Instance()
-        if not self.may_wait(instance, connection, principal):
+        if not self.may_wait(instance, connection, taker):
             return [Answer(connection, SealedRecords(instance=instance, records=_records(entry), number=number))]
         if connection not in entry.waiting:
-            entry.waiting[connection] = _Waiting(number, principal or connection.hex())
+            entry.waiting[connection] = _Waiting(number, taker or connection.hex())
             self._waits.add(entry.waiting[connection].taker, 1)
             self.num_waiting += 1
         self._instances[instance] = entry

@@ -219,6 +219,18 @@ async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: p
             await until(lambda: registry.statistics().anomalies.get("message_rejected"))
 
 
+async def test_connections_of_one_host_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MAX_WAITING", 64)
+    async with kvflow.Registry("tcp://127.0.0.1:0") as registry:
+        with ExitStack() as stack:
+            for number in range(4):
+                attacker = stack.enter_context(closing(Attacker(registry.endpoint, None)))
+                for question in range(20):
+                    attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
+            await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
+            assert registry.statistics().waiting_lookups == 32
+
+
 async def test_an_insider_makes_no_instance_incomplete() -> None:
     """It tries to register another rank of the prefill instance, and to unregister the existing one."""
     async with guarded("other") as deployment, under_way(deployment):

@@ -436,7 +436,7 @@ async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeyp
     sent: list[bytes] = []
     anomalies = AnomalyLog(get_logger(), lambda: 0.0)
     directory = service.DirectoryService(
-        lambda _connection, data: sent.append(data), lambda _connection: ("prefill",), lambda: 0.0, anomalies
+        lambda _, data: sent.append(data), lambda _: ("prefill",), lambda _: "", lambda: 0.0, anomalies
     )
     directory.take(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
     second = sealed(engine_rank=1, num_ranks=2)
