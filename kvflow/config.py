@@ -57,7 +57,7 @@ MAX_STAGING_BYTES: Final = 2**40
 """Maximum staging memory of a rank, to catch unit mistakes."""
 
 MAX_METADATA_BYTES: Final = 16 * 2**20
-"""Half the maximum message size, so that a notice with digests and ranges always fits."""
+"""Encoding more would hold the event loop for over 20 ms. A notice with this, digests and ranges fits a message."""
 
 MAX_INSTANCE_CHARACTERS: Final = 256
 

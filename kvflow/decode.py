@@ -760,7 +760,7 @@ def _check_capability(capability: object) -> str:
 
 
 def _to_wire(table: PageTable) -> bytes:
-    """Return pages as `WIRE_PAGES`, not copied: they may be large."""
+    """Return pages as `WIRE_PAGES`. They may be large, so this is a view, which is encoded as bytes are."""
     return cast("bytes", table.pages.astype(WIRE_PAGES, copy=False).data.cast("B"))
 
 

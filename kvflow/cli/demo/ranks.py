@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import msgspec
+
 import kvflow
 from kvflow import blocking
 from kvflow.cli.demo.models import load_model
@@ -25,12 +27,16 @@ def run_side(side: SideName, pipe: Any, options: DemoOptions) -> None:
     """Run a side to its end, and tell the router about an error."""
 
     def report(event: str, **values: Any) -> None:
-        pipe.send({"event": event, **values})
+        pipe.send_bytes(msgspec.json.encode({"event": event, **values}))
+
+    def receive() -> dict[str, Any]:
+        order: dict[str, Any] = msgspec.json.decode(pipe.recv_bytes())
+        return order
 
     if options.log != "none":
         kvflow.configure_logging(options.log)
     try:
-        (_run_prefill if side == "prefill" else _run_decode)(options, report, pipe.recv)
+        (_run_prefill if side == "prefill" else _run_decode)(options, report, receive)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the router has ended
         return
     except kvflow.KvflowError as error:

@@ -39,7 +39,7 @@ class Sides:
 
     def tell(self, side: SideName, **order: Any) -> None:
         """Send a side its next order."""
-        self._pipes[side].send(order)
+        self._pipes[side].send_bytes(msgspec.json.encode(order))
 
     def expect(self, side: SideName, event: str) -> Report:
         """Wait for a report.
@@ -57,7 +57,7 @@ class Sides:
     def _read(self, pipe: Any) -> None:
         side = self._open[pipe]
         try:
-            report: Report = pipe.recv()
+            report: Report = msgspec.json.decode(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             del self._open[pipe]
             return
