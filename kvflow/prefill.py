@@ -52,6 +52,7 @@ from kvflow.wire.messages import (
     Message,
     RankRecord,
     Refuse,
+    SealedRegister,
 )
 from kvflow.wire.ticket import Ticket
 
@@ -328,7 +329,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if not is_too_much and not (unread.kind in DIRECTORY_KINDS and self._is_dropped(connection, unread)):
             self._reading.take(connection, unread)
         elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
-            self._rejections.add(connection, len(unread.data), is_repeated=unread.kind is Hello)
+            is_repeated = unread.kind in (Hello, SealedRegister)
+            self._rejections.add(connection, len(unread.data), is_repeated=is_repeated)
 
     def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""

@@ -145,4 +145,4 @@ class Registry:
             self._rejections.add(connection, sum(map(len, frames)))
             return
         if is_too_much and unread.is_long:  # it has cost time to receive and decrypt
-            self._rejections.add(connection, len(unread.data))
+            self._rejections.add(connection, len(unread.data), is_repeated=True)

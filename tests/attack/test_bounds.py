@@ -12,13 +12,13 @@ import pytest
 
 import kvflow
 from kvflow.control.rejections import REJECTIONS_AT_ONCE
-from kvflow.directory import table
+from kvflow.directory import service, table
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import Region
 from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
-from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Register, Unregister, Welcome
+from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Records, Register, Unregister, Welcome
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way
 from tests.support.cores import grant
@@ -198,6 +198,30 @@ async def test_an_insider_whose_messages_the_registry_refuses_is_cut_off() -> No
             say_often(attacker, encode(Unregister(peer=deployment.prefill[0].me)))
             await until(lambda: registry._anomalies.counts.get("connection_cut"))
             await until(lambda: attacker.refused)
+
+
+async def test_long_registers_over_budget_cost_only_their_own_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a principal repeat them when a registry has restarted."""
+    monkeypatch.setattr(service, "REGISTERS_AT_ONCE_BYTES", 2**14)
+    monkeypatch.setattr(service, "REGISTERS_PER_S_BYTES", 1)
+    large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=2_000), 0).layout
+    async with guarded("other") as deployment:
+        registry, keys = deployment.registry, deployment.keys["other"].for_registry()
+        own = hello_to(deployment, layout=large)
+        record = RankRecord(peer=own.peer, num_ranks=1, endpoint=registry.endpoint, backend="nixl", layout=large)
+        register = encode(Register(record=record, lease_s=60.0))
+        with closing(Attacker(registry.endpoint, keys)) as first, closing(Attacker(registry.endpoint, keys)) as second:
+            second.say(Lookup(instance="absent", timeout_s=0.001))
+            assert await second.answer(Records, 10.0) is not None
+            while not registry.statistics().anomalies.get("connection_cut"):
+                with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
+                    first.connection.send(register)
+                await anyio.lowlevel.checkpoint()
+            second.heard.clear()
+            second.connection.send(register)
+            second.say(Lookup(instance="absent", timeout_s=0.001, number=2))
+            assert await second.answer(Records, 10.0) is not None
+            assert registry.statistics().anomalies["connection_cut"] == 1
 
 
 async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
