@@ -21,15 +21,12 @@ the directory may have named strangers.
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import assert_never
 
-import msgspec
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.gate import host_denial
-from kvflow.room import RoomId
 from kvflow.state.decode.deadlines import (
     DeclineUnanswered,
     DecodeTimer,
@@ -38,8 +35,10 @@ from kvflow.state.decode.deadlines import (
     InstanceTimer,
     RetryLookup,
 )
+from kvflow.state.decode.declines import Declines
 from kvflow.state.decode.dialing import TURN_S, Dialing
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of
+from kvflow.state.decode.obstacles import obstacle_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
@@ -62,7 +61,6 @@ from kvflow.state.turns import Turns
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
-    Decline,
     Drained,
     Failure,
     Hello,
@@ -89,15 +87,6 @@ MAX_LOOKUPS = 64
 UNWANTED_S = 30.0
 """How long an unreachable instance is looked up after a room last requested it, in seconds."""
 
-MAX_DECLINED = 4_096
-"""Maximum number of declined rooms of one instance that await an answer."""
-
-MAX_BACKOFF = 8
-"""The pause between retransmitted declines doubles up to this multiple of the first pause."""
-
-MAX_DECLINES = 6
-"""How often a decline is sent without a handshake."""
-
 
 class Instances:
     """Prefill instances, and the state of the handshake with each. Methods return effects."""
@@ -116,6 +105,7 @@ class Instances:
         self._attempts = itertools.count()
         self._lookups = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
         self._dialing = Dialing(settings.timeouts, self._instances, peers, rooms, timers)
+        self._declines = Declines(me, settings.timeouts, peers, rooms, self._dialing, timers)
 
     # Requests from rooms ---------------------------------------------------------------------------------------------
 
@@ -136,7 +126,7 @@ class Instances:
         effects = self.reconnect(ref, now)
         instance = instance or self._instance_at(ref)
         instance.declined.pop(room.room, None)
-        is_ready = self._is_ready(instance)
+        is_ready = self._peers.are_ready(instance)
         if is_ready and instance.is_meant_by(room):
             return [*effects, *self._rooms.connected(room, self._ranks(instance), now)]
         is_news = issuer is not None and issuer not in instance.peers
@@ -160,7 +150,7 @@ class Instances:
                 return []
             instance = self._instances.add(ref, now)
             instance.ref, instance.wanted_at = ref, now
-            is_new = RetryLookup(instance.number) not in self._timers and not self._is_ready(instance)
+            is_new = RetryLookup(instance.number) not in self._timers and not self._peers.are_ready(instance)
             return self._look_up(instance, now) if is_new else []
         instance.ref, instance.wanted_at = ref, now
         return []
@@ -179,7 +169,7 @@ class Instances:
         if failure.reason is FailureReason.STALE_TICKET:  # no running process holds pages for it
             return []
         declined = Declined(opened.generation, failure, opened.issuer, {}, opened.capability)
-        return self._put_declined(instance, opened.room, declined, now, is_announced=bool(room.told))
+        return self._declines.put(instance, opened.room, declined, now, is_announced=bool(room.told))
 
     def decline_refused(self, event: RoomDeclined, now: float) -> list[DecodeEffect]:
         """Decline a room that the engine will not receive, or whose request this rank has refused.
@@ -194,19 +184,12 @@ class Instances:
         self._rooms.note_declined(event.room, event.generation, event.failure)
         effects = self.reconnect(event.instance, now)
         declined = Declined(event.generation, event.failure, event.issuer, {}, event.capability)
-        return [*effects, *self._put_declined(self._instance_at(event.instance), event.room, declined, now)]
+        return [*effects, *self._declines.put(self._instance_at(event.instance), event.room, declined, now)]
 
-    def _put_declined(
-        self, instance: Instance, room: RoomId, declined: Declined, now: float, *, is_announced: bool = False
-    ) -> list[DecodeEffect]:
-        instance.declined[room] = declined
-        while len(instance.declined) > MAX_DECLINED:
-            instance.declined.popitem(last=False)
-        if self._may_decline(instance):
-            self._timers.set_once(DeclineUnanswered(instance.number), now + self._timeouts.retransmit_s)
-        elif not is_announced:
-            return []
-        return self._decline(instance, room, declined, now)
+    def decline_answered(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
+        """Note that a rank has answered a decline, if that is what it answers."""
+        instance = self._instances.of(peer)
+        return [] if instance is None else self._declines.answered(instance, peer, drained, now)
 
     # Answers from the directory and the compiler ---------------------------------------------------------------------
 
@@ -225,7 +208,7 @@ class Instances:
             instance = self._name(instance, event, name, now)
         if name != instance.name:
             return effects
-        if self._is_ready(instance):
+        if self._peers.are_ready(instance):
             return [*effects, *self._found_again(instance, event, now)]
         return [*effects, *self._begin(instance, event, now)]
 
@@ -402,7 +385,7 @@ class Instances:
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
         instance = self._instances.of(peer)
-        return self._serve(instance, now) if instance is not None and self._is_ready(instance) else []
+        return self._serve(instance, now) if instance is not None and self._peers.are_ready(instance) else []
 
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Look up the instance of a rank whose connection broke, because the rank may have restarted."""
@@ -420,33 +403,6 @@ class Instances:
         effects = self._dialing.forget(instance, now, keep=[other for other in instance.peers if other != peer])
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._look_up(instance, now)]
-
-    def decline_answered(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
-        """Note that a rank has answered a decline, if that is what it answers."""
-        instance = self._instances.of(peer)
-        declined = instance.declined.get(drained.room) if instance is not None else None
-        if instance is None or declined is None or declined.generation != drained.generation:
-            return []
-        is_first = not declined.answered
-        declined.answered[peer] = None
-        self._dialing.end(peer)
-        if not all(other in declined.answered for other in instance.peers):
-            is_proof = is_first and not self._is_ready(instance)
-            return self._decline(instance, drained.room, declined, now) if is_proof else []
-        del instance.declined[drained.room]
-        return [] if instance.declined else self._stop_declining(instance, now)
-
-    def _stop_declining(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Forget declines that are answered, or never will be, and close connections that served only them."""
-        instance.declined.clear()
-        instance.num_declines = 0
-        self._timers.clear(DeclineUnanswered(instance.number))
-        effects: list[DecodeEffect] = []
-        for peer in instance.peers:
-            if peer not in self._peers and peer not in instance.hellos:
-                is_awaited = self._rooms.await_proof_of(peer)
-                effects += self._peers.close_unless_awaited(peer, now, is_awaited=is_awaited)
-        return effects
 
     @property
     def waiting(self) -> list[Room]:
@@ -475,14 +431,7 @@ class Instances:
             case RetryLookup(number):
                 return self._look_again(self._instances.numbered(number), now)
             case DeclineUnanswered(number):
-                instance = self._instances.numbered(number)
-                if not self._may_decline(instance):
-                    return []
-                instance.num_declines += 1
-                if instance.failure is None or instance.num_declines < MAX_DECLINES:
-                    return self._send_declined(instance, now)
-                is_refused = instance.failure.reason is FailureReason.REFUSED
-                return self._stop_declining(instance, now) if is_refused else []  # or when it is connected
+                return self._declines.repeat(self._instances.numbered(number), now)
             case HandshakeDeadline(number):
                 instance = self._instances.numbered(number)
                 instance.fails_at = None
@@ -510,7 +459,7 @@ class Instances:
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Repeat the lookup while the handshake is unfinished or a rank is suspect; forget unwanted instances."""
-        if self._is_ready(instance) and not instance.waiting:
+        if self._peers.are_ready(instance) and not instance.waiting:
             return []
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
@@ -534,7 +483,7 @@ class Instances:
         """Serve the waiting rooms, unless the connection to a rank that has accepted its Hello broke meanwhile."""
         instance.apply(InstanceSignal.CONNECTED)
         instance.is_short = False
-        if not self._is_ready(instance):
+        if not self._peers.are_ready(instance):
             return []
         self._timers.clear(RetryLookup(instance.number))
         return self._serve(instance, now)
@@ -543,7 +492,7 @@ class Instances:
         """Send outstanding declines, and grant the waiting rooms."""
         instance.failure = None
         instance.num_declines = 0
-        effects = [*self._send_declined(instance, now), *self._grant_waiting(instance, now)]
+        effects = [*self._declines.send_all(instance, now), *self._grant_waiting(instance, now)]
         if instance.waiting:
             self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
             effects += self._ask(instance, now)
@@ -580,10 +529,11 @@ class Instances:
                 effects += self._rooms.fail(room, failure, now)
         if not instance.waiting:
             return effects
-        if self._is_ready(instance):
+        if self._peers.are_ready(instance):
             self._fail_rooms_at(instance, min(waiting.fails_at for waiting in instance.waiting.values()))
             return effects
-        detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {self._obstacle(instance)}"
+        obstacle = obstacle_of(instance, self._peers, self._settings.registry)
+        detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {obstacle}"
         reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.UNREACHABLE
         return [*effects, *self._give_up(instance, self._failure(reason, detail), now)]
 
@@ -596,7 +546,7 @@ class Instances:
         )
         if issuer is not None and other is not None and other != issuer:
             return self._stale(issuer, f"{other} is registered now")
-        if not self._is_ready(instance):
+        if not self._peers.are_ready(instance):
             return None
         connected = ", ".join(map(str, instance.peers))
         detail = f"a different process is connected under the name of {room.opened.instance}: {connected}"
@@ -606,43 +556,6 @@ class Instances:
         return self._failure(
             FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it issued the ticket ({issuer}): {detail}"
         )
-
-    def _may_decline(self, instance: Instance) -> bool:
-        """Return whether declines can be sent now: after the handshake, or without one if it has failed."""
-        return self._is_ready(instance) or (instance.failure is not None and bool(instance.records))
-
-    def _send_declined(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Send all unanswered declines, and schedule their retransmission."""
-        if not instance.declined or not self._may_decline(instance):
-            return []
-        times = min(2**instance.num_declines, MAX_BACKOFF)
-        self._timers.set(DeclineUnanswered(instance.number), now + times * self._timeouts.retransmit_s)
-        return [
-            effect
-            for room, declined in list(instance.declined.items())
-            for effect in self._decline(instance, room, declined, now)
-        ]
-
-    def _decline(self, instance: Instance, room: RoomId, declined: Declined, now: float) -> list[DecodeEffect]:
-        if declined.issuer is not None and declined.issuer not in instance.peers:  # the issuer of its ticket is gone
-            instance.declined.pop(room, None)
-            return []
-        message = Decline(
-            room=room, generation=declined.generation, failure=declined.failure, capability=declined.capability
-        )
-        effects: list[DecodeEffect] = []
-        is_proved = bool(declined.answered)
-        for record in instance.records:
-            if record.peer in declined.answered:
-                continue
-            if self._peers.is_connected(record.peer):
-                effects += self._peers.send(record.peer, message)
-            elif instance.failure is not None and (is_proved or record is instance.records[0]):
-                effects += self._dialing.open(record, now)[1]  # without a place, it is told later
-                effects += self._peers.send(
-                    record.peer, msgspec.structs.replace(message, peer=self._me, to=record.peer)
-                )
-        return effects
 
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._dialing.forget(instance, now, keep=[])
@@ -665,7 +578,7 @@ class Instances:
             effects += self._rooms.fail(room, failure, now)
         instance.waiting.clear()
         instance.failure = failure
-        effects += self._send_declined(instance, now)
+        effects += self._declines.send_all(instance, now)
         self._stop_waiting(instance)
         for peer in instance.hellos:  # it owns a staging window, which is reclaimed if its process has ended
             if peer not in self._peers:
@@ -675,42 +588,6 @@ class Instances:
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
             effects.append(LogEvent(name, values, is_warning=not waiting))  # each failed room logs its own warning
         return effects
-
-    def _obstacle(self, instance: Instance) -> str:
-        """Return what delays the rooms of an instance."""
-        if instance.is_short:
-            return instance.refusal
-        if instance.state is InstanceState.COMPILING:
-            return "its routes are still being compiled"
-        if instance.state is not InstanceState.LOOKING_UP:
-            return next(self._silent(instance), "one of its ranks is still connecting")
-        if instance.found is None:
-            if isinstance(instance.ref, InstanceAddress):
-                return instance.refusal or "no answer"
-            registry = self._settings.registry
-            silence = f"the registry at {registry} does not answer" if registry else "the registry does not answer"
-            return f"{silence}: {instance.refusal}" if instance.refusal else silence
-        ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
-        if ended:
-            return f"processes that are still registered have ended: {', '.join(ended)}"
-        if not instance.found.records:
-            return "none of its ranks is registered"
-        registered = [record.peer.rank.engine_rank for record in instance.found.records]
-        needed = instance.found.records[0].num_ranks
-        return f"only ranks {registered} of {needed} are registered"
-
-    def _silent(self, instance: Instance) -> Iterator[str]:
-        """Yield the reason for each rank that delays the rooms of an instance."""
-        for record in instance.records:
-            who = f"rank {record.peer.rank} at {record.endpoint}"
-            if record.peer in instance.undialed:
-                yield f"{who} has not been asked: too many other ranks do not answer"
-            elif record.peer in instance.hellos:
-                obstacle = instance.obstacles.get(record.peer)
-                yield f"{who}: {obstacle}" if obstacle else f"{who} does not answer"
-            elif not self._peers.is_connected(record.peer):
-                obstacle = instance.obstacles.get(record.peer)
-                yield f"{who} has been silent since its connection broke" + (f": {obstacle}" if obstacle else "")
 
     def _instance_at(self, ref: InstanceRef) -> Instance:
         instance = self._instances.at(ref)
@@ -726,10 +603,6 @@ class Instances:
 
     def _ranks(self, instance: Instance) -> tuple[ConnectedRank, ...]:
         return tuple(instance.ranks.values())
-
-    def _is_ready(self, instance: Instance) -> bool:
-        is_connected = instance.state is InstanceState.CONNECTED
-        return is_connected and all(self._peers.is_connected(peer) for peer in instance.peers)
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self._me.rank), detail)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from typing import Final, NamedTuple, TypeVar
 
 from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, ProbeDue, QueuePairsGone
+from kvflow.state.decode.instances import Instance
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import (
     Connect,
@@ -18,7 +19,7 @@ from kvflow.state.effects import (
 from kvflow.state.peers import Peer
 from kvflow.state.quarantine import MissingProof, ProofKind
 from kvflow.state.settings import DecodeSettings
-from kvflow.state.tables import PeerState
+from kvflow.state.tables import InstanceState, PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Message, PeerId, Ping, Pong, StagingWindow, Welcome
 
@@ -91,6 +92,10 @@ class PrefillPeers:
         """Return whether a rank is connected, so that it can be sent new requests."""
         known = self._peers.get(peer)
         return known is not None and known.is_connected
+
+    def are_ready(self, instance: Instance) -> bool:
+        """Return whether the handshake with an instance is done, and all of its ranks are connected."""
+        return instance.state is InstanceState.CONNECTED and all(map(self.is_connected, instance.peers))
 
     def connected(self) -> list[PeerId]:
         """Return the connected ranks."""

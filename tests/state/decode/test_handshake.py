@@ -9,7 +9,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state import events as ev
-from kvflow.state.decode import dialing, handshake
+from kvflow.state.decode import declines, dialing, handshake
 from kvflow.state.effects import (
     CompileRoutes,
     Connect,
@@ -625,7 +625,7 @@ def test_a_room_that_was_granted_is_cancelled_and_not_declined(core: DecodeDrive
 def test_declines_are_kept_for_so_many_rooms(
     core: DecodeDriver, hellos: list[DecodeEffect], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "MAX_DECLINED", 2)
+    monkeypatch.setattr(declines, "MAX_DECLINED", 2)
     core(ev.ReceiveAborted(ROOM, ABORTED))
     for generation in (2, 3):
         core(request(generation, room=generation))
@@ -657,7 +657,7 @@ def test_a_rank_that_refuses_and_does_not_answer_declines_is_told_a_few_times(
     core: DecodeDriver, hellos: list[DecodeEffect]
 ) -> None:
     told = [*declined(refuse(core, hello_to(hellos, PREFILL))), *declined(core.pass_time(60.0))]
-    assert told == [(PREFILL, ROOM)] * handshake.MAX_DECLINES
+    assert told == [(PREFILL, ROOM)] * declines.MAX_DECLINES
     assert not core.core.peers.all_open
 
 
