@@ -1,6 +1,5 @@
 """The decode side: what an engine embeds in each decode worker."""
 
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
@@ -50,7 +49,6 @@ from kvflow.state.decode.core import DecodeCore
 from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust
 from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
@@ -467,31 +465,6 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             return wanted.digest
         every = self.config.digest_every
         return bool(every) and generation % every == 0
-
-    def statistics(self) -> RankStatistics:
-        """Return the current counters.
-
-        Raises:
-            LocalProtocolError: The rank has not been opened.
-        """
-        self.check_opened()
-        core = self._core
-        return RankStatistics(
-            rooms=core.num_rooms,
-            quarantined=core.num_quarantined,
-            quarantined_pages=core.quarantine.total.num_pages,
-            quarantined_bytes=core.quarantine.total.num_bytes,
-            announced=core.num_announced,
-            waiting_grants=0,
-            queued_chunks=0,
-            posted=0,
-            timers=len(core.timers),
-            peers=core.num_peers,
-            anomalies=dict(self._anomalies.counts),
-            times=self._times,
-            loop_lag=dataclasses.replace(self._loop_lag),
-            staging=StagingStatistics(windows_taken=core.windows_taken, windows_free=core.windows_free),
-        )
 
     @override
     async def _own_host(self) -> str | None:

@@ -1,6 +1,5 @@
 """The prefill side: what an engine embeds in each prefill worker."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self, assert_never
@@ -24,7 +23,7 @@ from kvflow.observe.trace import TransferLine
 from kvflow.options import SendOptions
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
-from kvflow.rank import Rank
+from kvflow.rank import PostCounts, Rank
 from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
 from kvflow.stages.authorization import Authorizer
@@ -40,7 +39,6 @@ from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import Reader, Unread, encode
@@ -148,36 +146,15 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint)
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
-    def statistics(self) -> RankStatistics:
-        """Return the current counters.
-
-        Raises:
-            LocalProtocolError: The rank has not been opened.
-        """
-        self.check_opened()
-        core, submit = self._core, self._submit
-        return RankStatistics(
-            rooms=core.num_rooms,
-            quarantined=core.num_quarantined,
-            quarantined_pages=core.quarantine.total.num_pages,
-            quarantined_bytes=core.quarantine.total.num_bytes,
-            announced=core.num_announced,
-            waiting_grants=core.num_waiting_grants,
-            queued_chunks=core.num_queued,
+    @override
+    def _post_counts(self) -> PostCounts:
+        submit = self._submit
+        return PostCounts(
             posted=submit.num_posted,
-            timers=len(core.timers),
-            peers=core.num_peers,
-            anomalies=dict(self._anomalies.counts),
-            times=self._times,
-            loop_lag=dataclasses.replace(self._loop_lag),
-            staging=StagingStatistics(
-                packed_posts=submit.packed.num_posts,
-                packed_bytes=submit.packed.num_bytes,
-                direct_posts=submit.direct.num_posts,
-                direct_bytes=submit.direct.num_bytes,
-                slots_taken=core.slots_taken,
-                slots_lost=core.slots_lost,
-            ),
+            packed_posts=submit.packed.num_posts,
+            packed_bytes=submit.packed.num_bytes,
+            direct_posts=submit.direct.num_posts,
+            direct_bytes=submit.direct.num_bytes,
         )
 
     @override

@@ -7,6 +7,7 @@ task group. The core is only accessed from that event loop, so no locks are need
 
 import abc
 import asyncio
+import dataclasses
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import anyio
 import numpy as np
@@ -54,11 +55,13 @@ from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
+from kvflow.state.counts import CoreCounts
 from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.recorder import Recorder
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.state.timers import NextTimer
+from kvflow.statistics import RankStatistics, StagingStatistics
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer, check_room, reason_of
 from kvflow.trust import Trust, short
@@ -95,6 +98,16 @@ def _open_for_owner(path: str, flags: int) -> int:
     return descriptor
 
 
+class PostCounts(NamedTuple):
+    """Writes that are under way, and those so far; see `StagingStatistics`."""
+
+    posted: int = 0
+    packed_posts: int = 0
+    packed_bytes: int = 0
+    direct_posts: int = 0
+    direct_bytes: int = 0
+
+
 class Core(Protocol[Event_contra, Effect_co]):
     """The common interface of both cores; see `kvflow.state`."""
 
@@ -111,6 +124,9 @@ class Core(Protocol[Event_contra, Effect_co]):
             LocalProtocolError, CapacityExceeded, RankDraining: The engine's request is not allowed; nothing has
                 changed.
         """
+
+    def counts(self) -> CoreCounts:
+        """Count what is open, waits, or is in quarantine."""
 
     def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
         """Return the missing proofs for a transfer's pages."""
@@ -548,6 +564,44 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
                 self._transfers[key] = before
             self._note_refused(event, self.failure(reason_of(error), str(error)))
             raise
+
+    def statistics(self) -> RankStatistics:
+        """Return the current counters.
+
+        Raises:
+            LocalProtocolError: The rank has not been opened.
+        """
+        self.check_opened()
+        counts, posts = self._core.counts(), self._post_counts()
+        return RankStatistics(
+            rooms=counts.rooms,
+            quarantined=counts.quarantined,
+            quarantined_pages=counts.quarantined_pages,
+            quarantined_bytes=counts.quarantined_bytes,
+            announced=counts.announced,
+            waiting_grants=counts.waiting_grants,
+            queued_chunks=counts.queued_chunks,
+            posted=posts.posted,
+            timers=counts.timers,
+            peers=counts.peers,
+            anomalies=dict(self._anomalies.counts),
+            times=self._times,
+            loop_lag=dataclasses.replace(self._loop_lag),
+            staging=StagingStatistics(
+                packed_posts=posts.packed_posts,
+                packed_bytes=posts.packed_bytes,
+                direct_posts=posts.direct_posts,
+                direct_bytes=posts.direct_bytes,
+                slots_taken=counts.slots_taken,
+                slots_lost=counts.slots_lost,
+                windows_taken=counts.windows_taken,
+                windows_free=counts.windows_free,
+            ),
+        )
+
+    def _post_counts(self) -> PostCounts:
+        """Count writes; a decode rank makes none."""
+        return PostCounts()
 
     def quarantined(self) -> list[QuarantineRecord]:
         """List ended transfers whose pages may still be in use. Do not reuse pages while they are listed.

@@ -777,7 +777,9 @@ class SmallWorld:
 
 def _is_idle(core: PrefillCore | DecodeCore) -> bool:
     """Return whether a core holds neither a page nor a slot."""
-    has_slots = isinstance(core, PrefillCore) and (len(core.slots) or core.slots_taken or core.slots_lost)
+    has_slots = isinstance(core, PrefillCore) and (
+        len(core.slots) or core.counts().slots_taken or core.counts().slots_lost
+    )
     return core.is_idle and not has_slots
 
 

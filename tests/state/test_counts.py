@@ -25,16 +25,24 @@ def test_a_prefill_core_counts_rooms_grants_and_pieces() -> None:
     core = driver.core
     driver.connect()
     driver.hear(DECODE, grant())
-    assert (core.num_peers, core.num_rooms, core.num_waiting_grants) == (1, 0, 1)
+    counts = core.counts()
+    assert (counts.peers, counts.rooms, counts.waiting_grants) == (1, 0, 1)
     driver(ev.SendOpened(ROOM))
     driver(chunk(0, 4))
     driver(chunk(4, 8, last=True))
-    assert (core.num_rooms, core.num_waiting_grants, core.num_queued, core.num_quarantined) == (1, 0, 1, 0)
+    assert (
+        core.counts().rooms,
+        core.counts().waiting_grants,
+        core.counts().queued_chunks,
+        core.counts().quarantined,
+    ) == (1, 0, 1, 0)
     driver(ev.PostInDoubt(DELIVERY, 0, ABORTED))
-    assert (core.num_rooms, core.num_queued, core.num_quarantined) == (0, 0, 1)
+    counts = core.counts()
+    assert (counts.rooms, counts.queued_chunks, counts.quarantined) == (0, 0, 1)
     assert not core.is_idle
     end(driver, 0)
-    assert (core.num_rooms, core.num_quarantined) == (0, 0)
+    counts = core.counts()
+    assert (counts.rooms, counts.quarantined) == (0, 0)
     assert core.is_idle
 
 
@@ -44,11 +52,14 @@ def test_a_prefill_core_counts_slots() -> None:
     driver(ev.SendOpened(ROOM))
     driver.hear(DECODE, grant())
     driver(chunk(0, 4))
-    assert (driver.core.slots_taken, driver.core.slots_lost) == (1, 0)
+    counts = driver.core.counts()
+    assert (counts.slots_taken, counts.slots_lost) == (1, 0)
     driver(ev.PostInDoubt(DELIVERY, 0, ABORTED))
-    assert (driver.core.slots_taken, driver.core.slots_lost) == (0, 2), "here and at the decode rank"
+    counts = driver.core.counts()
+    assert (counts.slots_taken, counts.slots_lost) == (0, 2), "here and at the decode rank"
     end(driver, 0)
-    assert (driver.core.slots_taken, driver.core.slots_lost) == (0, 0)
+    counts = driver.core.counts()
+    assert (counts.slots_taken, counts.slots_lost) == (0, 0)
 
 
 def test_a_prefill_core_names_connections_and_the_peers_of_a_room() -> None:
@@ -65,14 +76,23 @@ def test_a_decode_core_counts_rooms_peers_and_windows() -> None:
     driver = DecodeDriver(staging=WindowSettings(4096, 600, slot_bytes=100, num_slots=2))
     core = driver.core
     driver(request())
-    assert (core.num_rooms, core.num_peers, core.windows_taken, core.windows_free) == (1, 0, 0, 3)
+    counts = core.counts()
+    assert (counts.rooms, counts.peers, counts.windows_taken, counts.windows_free) == (
+        1,
+        0,
+        0,
+        3,
+    )
     driver.connect(PREFILL, OTHER_PREFILL)
-    assert (core.num_peers, core.windows_taken, core.windows_free) == (2, 2, 1)
+    counts = core.counts()
+    assert (counts.peers, counts.windows_taken, counts.windows_free) == (2, 2, 1)
     assert core.peers_reachable() == [PREFILL, OTHER_PREFILL]
     driver.hear(PREFILL, Goodbye(peer=PREFILL))
     assert core.peers_reachable() == [OTHER_PREFILL]
     driver(ev.ReceiveAborted(ROOM, ABORTED))
-    assert (core.num_rooms, core.num_quarantined) == (1, 0), "its pages drain"
+    counts = core.counts()
+    assert (counts.rooms, counts.quarantined) == (1, 0), "its pages drain"
     driver.sleep(6.0)
-    assert (core.num_rooms, core.num_quarantined) == (0, 1)
+    counts = core.counts()
+    assert (counts.rooms, counts.quarantined) == (0, 1)
     assert not core.is_idle

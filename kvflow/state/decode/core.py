@@ -8,6 +8,7 @@ from typing import assert_never
 
 from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
+from kvflow.state.counts import CoreCounts
 from kvflow.state.decode.deadlines import (
     DecodeTimer,
     PeerForgotten,
@@ -99,30 +100,24 @@ class DecodeCore:
         """Staging windows and their owners."""
         return self.peers.windows
 
+    def counts(self) -> CoreCounts:
+        """Count what is open, waits, or is in quarantine."""
+        return CoreCounts(
+            rooms=len(self.rooms.generations),
+            quarantined=len(self.quarantine),
+            quarantined_pages=self.quarantine.total.num_pages,
+            quarantined_bytes=self.quarantine.total.num_bytes,
+            announced=len(self.rooms.announced),
+            timers=len(self.timers),
+            peers=len(self.peers),
+            windows_taken=self.windows.num_taken,
+            windows_free=self.windows.num_windows - self.windows.num_taken,
+        )
+
     @property
     def is_idle(self) -> bool:
         """Whether no room is open and no page is held."""
         return not self.rooms.rooms
-
-    @property
-    def num_rooms(self) -> int:
-        """Number of open rooms, without those in quarantine."""
-        return len(self.rooms.generations)
-
-    @property
-    def num_announced(self) -> int:
-        """Number of open rooms that have no pages yet."""
-        return len(self.rooms.announced)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of ended transfers whose pages are in quarantine."""
-        return len(self.quarantine)
-
-    @property
-    def num_peers(self) -> int:
-        """Number of known prefill ranks."""
-        return len(self.peers)
 
     def missing_proofs(self, key: int) -> list[MissingProof]:
         """Return the missing proofs that nothing can write to the pages of a transfer any more."""
@@ -140,16 +135,6 @@ class DecodeCore:
     def peers_reachable(self) -> list[PeerId]:
         """Return the prefill ranks that messages can be sent to, including those in the handshake."""
         return self.peers.all_open
-
-    @property
-    def windows_taken(self) -> int:
-        """Number of staging windows that a prefill incarnation owns."""
-        return self.windows.num_taken
-
-    @property
-    def windows_free(self) -> int:
-        """Number of free staging windows."""
-        return self.windows.num_windows - self.windows.num_taken
 
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:

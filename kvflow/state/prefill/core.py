@@ -12,6 +12,7 @@ from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pack import is_head_major
 from kvflow.room import RoomId
 from kvflow.state import events as ev
+from kvflow.state.counts import CoreCounts
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import (
     AdmitChunks,
@@ -161,45 +162,22 @@ class PrefillCore:
         """Whether no room is open and no page is held."""
         return not self.rooms.rooms
 
-    @property
-    def num_rooms(self) -> int:
-        """Number of open rooms, without those in quarantine."""
-        return len(self.rooms.rooms) - len(self.quarantine)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of ended rooms whose pages are in quarantine."""
-        return len(self.quarantine)
-
-    @property
-    def num_waiting_grants(self) -> int:
-        """Number of grants for rooms that are not open."""
-        return len(self.requests.waiting) - self.requests.waiting.num_announced
-
-    @property
-    def num_announced(self) -> int:
-        """Number of announced grants."""
-        return self.requests.waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values())
-
-    @property
-    def num_queued(self) -> int:
-        """Number of pieces that wait for their data, turn or credit."""
-        return len(self.queue)
-
-    @property
-    def num_peers(self) -> int:
-        """Number of connected decode ranks."""
-        return len(self.peers)
-
-    @property
-    def slots_taken(self) -> int:
-        """Number of local staging slots in use."""
-        return self.local_slots.num_slots - self.local_slots.num_free - self.local_slots.num_lost
-
-    @property
-    def slots_lost(self) -> int:
-        """Number of lost staging slots, local and remote."""
-        return self.local_slots.num_lost + self.slots.num_lost
+    def counts(self) -> CoreCounts:
+        """Count what is open, waits, or is in quarantine."""
+        waiting, slots, held = self.requests.waiting, self.local_slots, self.quarantine.total
+        return CoreCounts(
+            rooms=len(self.rooms.rooms) - len(self.quarantine),
+            quarantined=len(self.quarantine),
+            quarantined_pages=held.num_pages,
+            quarantined_bytes=held.num_bytes,
+            announced=waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values()),
+            timers=len(self.timers),
+            peers=len(self.peers),
+            waiting_grants=len(waiting) - waiting.num_announced,
+            queued_chunks=len(self.queue),
+            slots_taken=slots.num_slots - slots.num_free - slots.num_lost,
+            slots_lost=slots.num_lost + self.slots.num_lost,
+        )
 
     @property
     def max_pages(self) -> int:

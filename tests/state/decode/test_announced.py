@@ -213,7 +213,7 @@ def test_it_gets_no_pages_while_too_many_are_in_quarantine() -> None:
     core(ev.ReceiveOpened(ROOM, 2, "elsewhere", {}, {}, 1, 60.0, b"secret", is_announced=True))
     core.hear(PREFILL, Goodbye(peer=PREFILL))
     core.sleep(1.0)
-    assert core.core.num_quarantined == 1
+    assert core.core.counts().quarantined == 1
     for _ in range(2):
         with pytest.raises(CapacityExceeded):
             core(granted(2))

@@ -871,4 +871,4 @@ def test_a_rank_that_answers_although_its_port_was_refused_is_forgotten_like_any
     core(ev.ProbeFinished(PREFILL, is_gone=True))
     core.welcome(core.compiled(compiling))
     core.sleep(600)
-    assert core.core.num_peers == 0
+    assert core.core.counts().peers == 0

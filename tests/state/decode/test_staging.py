@@ -330,9 +330,9 @@ def test_a_window_is_given_to_another_rank_only_with_the_proof_that_nothing_land
     receiving.core.sleep(60.0)
     assert receiving.core.core.windows.num_taken == 1, "silence proves nothing"
     receiving.core(GONE)
-    assert bool(receiving.core.core.windows_free) is ends_with_process
+    assert bool(receiving.core.core.counts().windows_free) is ends_with_process
     receiving.core(ev.PeerFenced(PREFILL))
-    assert receiving.core.core.windows_free
+    assert receiving.core.core.counts().windows_free
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -351,15 +351,15 @@ def test_a_rank_that_has_disconnected_this_one_can_still_give_its_window_back() 
     effects = core.hear(PREFILL, Refuse(peer=PREFILL, to=DECODE, detail="connect again"))
     assert Disconnect(PREFILL) not in effects
     assert Disconnect(PREFILL) in core.hear(PREFILL, Goodbye(peer=PREFILL, fenced=True))
-    assert core.core.windows_free
+    assert core.core.counts().windows_free
 
 
 def test_a_window_of_an_ended_rank_is_kept_while_it_is_being_read(receiving: Receiving) -> None:
     receiving.notice(receiving.first)
     receiving.core(GONE)
-    assert not receiving.core.core.windows_free
+    assert not receiving.core.core.counts().windows_free
     receiving.scattered(receiving.first)
-    assert receiving.core.core.windows_free
+    assert receiving.core.core.counts().windows_free
 
 
 def test_who_is_being_read_is_looked_up_only_while_a_window_of_an_ended_rank_waits(

@@ -96,16 +96,16 @@ def test_a_repeated_announcement_says_nothing_new(opened: PrefillDriver) -> None
     assert opened.hear(DECODE, announce()) == []
     opened.hear(DECODE, grant())
     assert opened.hear(DECODE, announce()) == []
-    assert opened.core.num_announced == 0
+    assert opened.core.counts().announced == 0
 
 
 def test_an_announcement_is_kept_until_its_room_is_opened(core: PrefillDriver) -> None:
     core.hear(DECODE, announce())
-    assert core.core.num_announced == 1
+    assert core.core.counts().announced == 1
     assert refusals(core.pass_time(10 * OPEN_S)) == []
     core(OPEN)
     core(LAST)
-    assert core.core.num_announced == 1
+    assert core.core.counts().announced == 1
     assert reports(core.pass_time(GRANT_S)) == []
     assert posted(core.hear(DECODE, grant())) == [(0, (0, 8))]
 
@@ -116,7 +116,7 @@ def test_an_announcement_is_kept_no_longer_than_it_lasts_and_a_lease(core: Prefi
     core.hear(DECODE, announce(timeout_s=100.0))
     assert refusals(core.pass_time(52)) == []
     assert refusals(core.pass_time(2)) == [(DECODE, 1, FailureReason.UNKNOWN_ROOM)]
-    assert core.core.num_announced == 0
+    assert core.core.counts().announced == 0
 
 
 def test_a_room_waits_no_longer_than_its_announcement_lasts_and_a_lease(core: PrefillDriver) -> None:
@@ -134,9 +134,9 @@ def test_a_room_waits_no_longer_than_its_announcement_lasts_and_a_lease(core: Pr
 def test_a_grant_takes_the_place_of_its_announcement_before_the_room_is_opened(core: PrefillDriver) -> None:
     core.hear(DECODE, announce())
     assert core.hear(DECODE, grant()) == []
-    assert (core.core.num_announced, core.core.num_waiting_grants) == (0, 1)
+    assert (core.core.counts().announced, core.core.counts().waiting_grants) == (0, 1)
     assert core.hear(DECODE, announce()) == [], "it comes late"
-    assert core.core.num_waiting_grants == 1
+    assert core.core.counts().waiting_grants == 1
     assert refusals(core.pass_time(OPEN_S)) == [(DECODE, 1, FailureReason.UNKNOWN_ROOM)]
 
 
@@ -162,7 +162,7 @@ def test_an_earlier_generation_that_comes_late_is_refused(core: PrefillDriver) -
     core.hear(DECODE, announce(2))
     assert refusals(core.hear(DECODE, grant())) == [(DECODE, 1, FailureReason.ROOM_IN_USE)]
     assert refusals(core.hear(DECODE, announce(1))) == [(DECODE, 1, FailureReason.ROOM_IN_USE)]
-    assert core.core.num_announced == 1
+    assert core.core.counts().announced == 1
 
 
 def test_an_open_room_fails_when_its_announcement_is_declined(opened: PrefillDriver) -> None:
@@ -183,7 +183,7 @@ def test_a_room_that_was_announced_and_given_up_fails_when_it_is_opened(
         core(ev.SendAborted(ROOM, ABORTED))
     core.hear(DECODE, announce(2))
     assert len(messages(core.hear(DECODE, kind(room=ROOM, generation=2, failure=ABORTED)), Drained)) == 1
-    assert core.core.num_announced == 0
+    assert core.core.counts().announced == 0
     effects = core(OPEN)
     assert (reports(effects), failure(effects)) == (FAILED, ABORTED)
 
@@ -197,7 +197,7 @@ def test_a_cancel_that_overtakes_its_grant_fails_the_room(opened: PrefillDriver)
 def test_a_decline_of_an_earlier_try_ends_nothing(opened: PrefillDriver) -> None:
     opened.hear(DECODE, announce(2))
     assert reports(opened.hear(DECODE, Decline(room=ROOM, generation=1, failure=ABORTED))) == []
-    assert opened.core.num_announced == 1
+    assert opened.core.counts().announced == 1
 
 
 def test_a_decline_fails_the_room_for_all_who_have_announced_it(core: PrefillDriver) -> None:
@@ -233,7 +233,7 @@ def test_a_room_fails_at_once_when_a_rank_that_has_announced_leaves(opened: Pref
 def test_a_room_fails_when_it_is_opened_after_a_rank_that_has_announced_is_lost(core: PrefillDriver) -> None:
     core.hear(DECODE, announce())
     core.hear(DECODE, Goodbye(peer=DECODE))
-    assert core.core.num_announced == 0
+    assert core.core.counts().announced == 0
     assert reports(core(OPEN)) == FAILED
 
 

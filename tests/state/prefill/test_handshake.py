@@ -53,7 +53,7 @@ def replies(effects: list[PrefillEffect]) -> list[tuple[bytes, Any]]:
 def test_a_hello_is_checked_and_then_welcomed(core: PrefillDriver) -> None:
     hello = core.hello()
     assert say(core, hello) == [CheckHello(FIRST, hello)]
-    assert core.core.num_peers == 0
+    assert core.core.counts().peers == 0
     effects = core(core.checked(hello))
     assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))]
     assert of_kind(effects, LogEvent) == [LogEvent("peer_connected", {"peer": str(DECODE)})]
@@ -99,7 +99,7 @@ def test_a_check_that_a_later_attempt_has_overtaken_counts_for_nothing(core: Pre
     say(core, old)
     assert say(core, new) == [CheckHello(FIRST, new)]
     assert core(core.checked(old)) == []
-    assert core.core.num_peers == 0
+    assert core.core.counts().peers == 0
     assert [message.attempt for _, message in replies(core(core.checked(new)))] == [1]
 
 
@@ -178,7 +178,7 @@ def test_a_closing_rank_refuses_and_welcomes_nobody(core: PrefillDriver) -> None
     assert core(core.checked(hello)) == []
     ((_, refusal),) = replies(say(core, core.hello()))
     assert "closing" in refusal.detail
-    assert core.core.num_peers == 0
+    assert core.core.counts().peers == 0
 
 
 def test_a_draining_rank_still_welcomes(core: PrefillDriver) -> None:

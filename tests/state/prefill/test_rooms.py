@@ -380,7 +380,7 @@ def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -
     core.connect(honest)
     for room in range(100):
         core.hear(greedy, grant(room=room))
-    assert core.core.num_waiting_grants == 4
+    assert core.core.counts().waiting_grants == 4
     assert core.hear(honest, grant(room=200)) == []
     (failed,) = failed_in(core.hear(greedy, grant(room=201)))
     assert failed.failure.reason is FailureReason.CAPACITY
@@ -400,7 +400,7 @@ def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bo
     (failed,) = failed_in(effects)
     assert (failed.failure.reason, failed.generation) == (FailureReason.CAPACITY, 2)
     assert not any(isinstance(effect, CountAnomaly) for effect in effects), "honest decode ranks do that"
-    assert core.core.num_waiting_grants + core.core.num_announced == 2
+    assert core.core.counts().waiting_grants + core.core.counts().announced == 2
 
 
 def test_who_is_kept_from_more_keeps_what_is_retransmitted() -> None:
@@ -421,7 +421,7 @@ def test_made_up_names_have_one_share_together() -> None:
         core.connect(who, principal="greedy-*")
         core.hear(who, grant(room=1))
         core.hear(who, grant(room=2))
-    assert core.core.num_waiting_grants == 4
+    assert core.core.counts().waiting_grants == 4
     hello = core.hello(made_up[4])
     effects = core(ev.MessageArrived(connection_of(made_up[4]), hello, principal="greedy-*"))
     assert "too many decode ranks" in str(effects)
@@ -459,7 +459,7 @@ def test_decode_ranks_of_one_instance_leave_room_for_those_of_others() -> None:
     assert "too many decode ranks of greedy" in str(refused)
     core.connect(peer("honest"))
     core.connect(peer("greedy", 0))
-    assert core.core.num_peers == 5
+    assert core.core.counts().peers == 5
 
 
 def test_silent_decode_rank_is_lost_after_its_lease(granted: PrefillDriver) -> None:
