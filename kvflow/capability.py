@@ -29,7 +29,7 @@ MAX_CAPABILITY: Final = 4_096
 """Maximum length of a capability, in characters."""
 
 
-class _Fields(NamedTuple):
+class _CapabilityFields(NamedTuple):
     format: int
     room: int | str
     prefill: str
@@ -54,7 +54,7 @@ def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: flo
         raise ConfigError("capability key must have 32 bytes", num_bytes=len(key))
     if as_room(room) is None:
         raise ConfigError("room must be an integer or a string", room=room)
-    payload = msgspec.msgpack.encode(_Fields(FORMAT, room, prefill, decode, float(expires_at)))
+    payload = msgspec.msgpack.encode(_CapabilityFields(FORMAT, room, prefill, decode, float(expires_at)))
     text = base64.urlsafe_b64encode(payload + _mac(key, payload)).decode()
     if len(text) > MAX_CAPABILITY:
         raise ConfigError("capability is too long", num_characters=len(text), maximum=MAX_CAPABILITY)
@@ -79,7 +79,7 @@ def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str
         payload, mac = data[:-MAC_BYTES], data[-MAC_BYTES:]
         if not any(hmac.compare_digest(_mac(key, payload), mac) for key in keys):
             return "capability has an invalid signature"
-        fields = msgspec.msgpack.decode(payload, type=_Fields)
+        fields = msgspec.msgpack.decode(payload, type=_CapabilityFields)
     except (binascii.Error, UnicodeEncodeError, msgspec.DecodeError):
         return "capability is malformed"
     if fields.format != FORMAT:

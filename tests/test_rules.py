@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,14 @@ SOURCES: Final = sorted([*ROOT.rglob("*.py"), *(ROOT.parent / "simulation").rglo
 
 MAX_FILE_LINES: Final = 800
 MAX_FUNCTION_LINES: Final = 60
+
+TWINS: Final = {
+    **dict.fromkeys(("PrefillRank", "DecodeRank", "Registry"), "blocking, with the names of the asynchronous API"),
+    **dict.fromkeys(("Room", "Rooms"), "of a prefill rank, and of a decode rank"),
+    **dict.fromkeys(("PostEnded", "PostInDoubt"), "as the transport reports it, and as the core learns of it"),
+    "Endpoint": "where a registry is, and a transport under test",
+}
+"""Names that two classes may have, and why."""
 
 PURE: Final = [
     "kvflow",
@@ -155,6 +164,12 @@ def test_files_are_short() -> None:
     lengths = {str(path.relative_to(ROOT.parent)): len(path.read_text("utf-8").splitlines()) for path in SOURCES}
     assert len(lengths) > 30
     assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_a_class_name_has_one_meaning(trees: dict[str, ast.Module]) -> None:
+    library = {path: tree for path, tree in trees.items() if path.startswith("kvflow")}
+    names = [node.name for tree in library.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert {name for name, count in Counter(names).items() if count > 1} == TWINS.keys()
 
 
 def test_functions_are_short(trees: dict[str, ast.Module]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, get_args
 from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.backend import MooncakeBackend
@@ -123,7 +123,7 @@ class AscendBackend(MooncakeBackend):
         self._serves_store = serve_store
 
     @override
-    def _create_agent(self, agent_name: str, delivery: Delivery) -> Agent:
+    def _create_agent(self, agent_name: str, delivery: EventDelivery) -> Agent:
         library = _import_library()
         if self._serves_store and library.create_config_store(self._ascend.store_url) != 0:
             raise BackendUnavailable("the config store could not be started", store_url=self._ascend.store_url)

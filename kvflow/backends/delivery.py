@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from kvflow.backends.base import BackendEvent, OnBroken, OnEvents
 from kvflow.errors import BackendError
 
-__all__ = ["Delivery"]
+__all__ = ["EventDelivery"]
 
 
-class Delivery:
+class EventDelivery:
     """Implements the guarantees of `Backend.open` about its callbacks.
 
     Events are collected until the event loop runs, and are then delivered together. Create it on that event loop.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded, PostInDoubt
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.errors import BackendError
@@ -146,7 +146,7 @@ class MemoryBackend(Backend):
         self._peers: dict[str, PeerMetadata] = {}
         self._writes: deque[_Write] = deque()
         self._in_doubt: list[int] = []
-        self._delivery: Delivery | None = None  # None unless open
+        self._delivery: EventDelivery | None = None  # None unless open
         self._has_turn = False
 
     @override
@@ -154,7 +154,7 @@ class MemoryBackend(Backend):
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._agent_name = agent_name
-        self._delivery = Delivery(on_events, on_broken)
+        self._delivery = EventDelivery(on_events, on_broken)
         if self._faults is not None:
             self._faults.attach(lambda: _call_soon(loop, self._take_turn))
         self._fabric.join(agent_name, self)
@@ -257,7 +257,7 @@ class MemoryBackend(Backend):
             self._schedule_turn()
         delivery.deliver()
 
-    def _copy(self, delivery: Delivery) -> None:
+    def _copy(self, delivery: EventDelivery) -> None:
         """Copy a part of the oldest write, and requeue the rest behind the other writes."""
         write = self._writes.popleft()
         target = self._fabric.find(write.peer)
@@ -274,7 +274,7 @@ class MemoryBackend(Backend):
         else:
             self._end(write, target, delivery)
 
-    def _end(self, write: "_Write", target: "MemoryBackend", delivery: Delivery) -> None:
+    def _end(self, write: "_Write", target: "MemoryBackend", delivery: EventDelivery) -> None:
         if write.fault == "doubt":
             self._in_doubt.append(write.post_id)
             delivery.put([PostInDoubt(write.post_id, "scripted doubt")])

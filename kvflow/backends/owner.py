@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.backends.base import Backend, OnBroken, OnEvents
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
@@ -84,7 +84,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         self._peers: dict[str, AnyPeer] = {}
 
     @abc.abstractmethod
-    def _create_agent(self, agent_name: str, delivery: Delivery) -> AnyAgent:
+    def _create_agent(self, agent_name: str, delivery: EventDelivery) -> AnyAgent:
         """Load the library and start an agent. Called on the owner thread.
 
         Raises:
@@ -110,7 +110,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
         self._waker = ThreadWaker()
-        self._delivery = Delivery(on_events, on_broken, self._waker.call_soon)
+        self._delivery = EventDelivery(on_events, on_broken, self._waker.call_soon)
         try:
             owner = OwnerThread(f"kvflow-{self.name}-{agent_name}", self._break_down, self._intervals)
             self._agent = await self._start(owner, agent_name)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvflow.errors import ConfigError
-from kvflow.state.recorder import Difference, Replay, replay
+from kvflow.state.recorder import Replay, ReplayDifference, replay
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -49,7 +49,7 @@ def _head(result: Replay) -> str:
     )
 
 
-def _told(difference: Difference) -> list[str]:
+def _told(difference: ReplayDifference) -> list[str]:
     """Return lines about the first event whose effects differ."""
     replayed = [effect if isinstance(effect, str) else _short(effect) for effect in difference.replayed]
     return [

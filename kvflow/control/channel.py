@@ -29,7 +29,7 @@ from kvflow.control.backlog import Backlog
 from kvflow.control.curve import ZapAuthenticator, be_server
 from kvflow.control.dialer import ZmqConnection
 from kvflow.control.intake import Intake
-from kvflow.control.routes import Route, Routes, name_in
+from kvflow.control.routes import LatestConnection, Routes, name_in
 from kvflow.control.sockets import (
     RECONNECT_MAX_MS,
     Frames,
@@ -377,7 +377,7 @@ class ZmqListener:
         if self._authenticator is not None:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
         if self._intake.is_watched(self._intake.fd):
-            self._routes.note(name, Route(routing_id, self._intake.fd))
+            self._routes.note(name, LatestConnection(routing_id, self._intake.fd))
         return [name, *parts]
 
     def _deliver(self, frames: Frames) -> None:

@@ -100,7 +100,7 @@ class _Callbacks(NamedTuple):
     on_refused: OnRefused
 
 
-class _Line:
+class _DialedSocket:
     """A DEALER socket that makes one connection.
 
     Args:
@@ -244,7 +244,7 @@ class ZmqConnection:
         self._keys = keys
         self._server = ""
         self._num_misfits = 0
-        self._line: _Line | None = None
+        self._line: _DialedSocket | None = None
         self._early: list[bytes] = []
         self._early_bytes = 0
         self._resolving: asyncio.Future[set[int]] | None = None
@@ -462,7 +462,7 @@ class ZmqConnection:
         if self._keys is not None:
             self._server = self._keys.after(self._server)
             be_client(made, self._keys.trust, self._server)
-        self._line = _Line(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
+        self._line = _DialedSocket(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
 
     def _make_sockets(self) -> tuple[ZmqSocket, ZmqSocket]:
         """Create a socket and its monitor.

@@ -46,7 +46,7 @@ class ReadingContext:
     turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
 
-class _Line:
+class _UnreadMessages:
     """The queued messages of one principal.
 
     Attributes:
@@ -98,7 +98,7 @@ class OrderedReading(Generic[Read]):
         self._principal_of = principal_of
         self._on_message = on_message
         self._on_refused = on_refused
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _UnreadMessages] = {}
 
     def take(self, connection: bytes, unread: Unread) -> None:
         """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now."""
@@ -111,7 +111,7 @@ class OrderedReading(Generic[Read]):
             self._read(connection, unread)
             return
         if line is None:
-            line = self._lines[principal] = _Line()
+            line = self._lines[principal] = _UnreadMessages()
             self._context.start_task(self._work_off, principal, line)
         if line.num_bytes + len(unread.data) > MAX_WAITING_BYTES:
             error = RemoteProtocolError("too much waits behind long messages", num_bytes=line.num_bytes)
@@ -127,7 +127,7 @@ class OrderedReading(Generic[Read]):
         else:
             self._on_message(connection, message, len(unread.data))
 
-    async def _work_off(self, principal: str, line: _Line) -> None:
+    async def _work_off(self, principal: str, line: _UnreadMessages) -> None:
         while line.waiting:
             connection, unread = line.waiting[0]
             with suppress(RemoteProtocolError):  # a callback wants to close the connection; the next message does so

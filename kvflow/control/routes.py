@@ -13,7 +13,7 @@ import zmq
 
 from kvflow.control.sockets import ZmqSocket
 
-__all__ = ["Route", "Routes", "introduce", "name_in", "new_name"]
+__all__ = ["LatestConnection", "Routes", "introduce", "name_in", "new_name"]
 
 PROPERTY: Final = "X-Kvflow-Name"
 NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -42,7 +42,7 @@ def name_in(frame: zmq.Frame) -> bytes:
     return name.encode() if NAME.fullmatch(name) else b""
 
 
-class Route(NamedTuple):
+class LatestConnection(NamedTuple):
     """One connection.
 
     Attributes:
@@ -58,14 +58,14 @@ class Routes:
     """The latest connection of each name."""
 
     def __init__(self) -> None:
-        self._latest: dict[bytes, Route] = {}
+        self._latest: dict[bytes, LatestConnection] = {}
         self._names: dict[int, set[bytes]] = {}
 
-    def find(self, name: bytes) -> Route | None:
+    def find(self, name: bytes) -> LatestConnection | None:
         """Return the latest connection with a name; None if there is none."""
         return self._latest.get(name)
 
-    def note(self, name: bytes, route: Route) -> None:
+    def note(self, name: bytes, route: LatestConnection) -> None:
         """Record the connection of a received message, unless the name has a later one.
 
         Messages of an earlier connection may be read after it has broken.

@@ -206,7 +206,7 @@ class Sockets:
 sockets: Final = Sockets()
 
 
-class Ports:
+class BoundPorts:
     """The bound file descriptors of this process, which a forked child closes.
 
     A host refuses connections to a port once the last descriptor of the port is closed. Peers take that as proof that
@@ -241,7 +241,7 @@ class Ports:
         self._bound.clear()
 
 
-ports: Final = Ports()
+ports: Final = BoundPorts()
 
 
 class Inbox:

@@ -73,7 +73,7 @@ class _Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _LookupTimeout:
     instance: str
     connection: bytes
 
@@ -98,7 +98,7 @@ class _Claim:
 
 
 @dataclass(slots=True)
-class _Place:
+class _RankClaims:
     """The incarnations that claim to be one rank.
 
     Attributes:
@@ -135,7 +135,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Instance:
-    places: dict[int, _Place] = field(default_factory=dict)
+    places: dict[int, _RankClaims] = field(default_factory=dict)
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)
 
 
@@ -150,7 +150,7 @@ class RegistryTable:
     """
 
     def __init__(self) -> None:
-        self.timers: Timers[_Lease | _Wait] = Timers()
+        self.timers: Timers[_Lease | _LookupTimeout] = Timers()
         self.num_ranks = 0
         self.changes: list[Change] = []
         self.num_waiting = 0
@@ -280,7 +280,9 @@ class RegistryTable:
         self._instances[instance] = entry
         waiting = entry.waiting[connection]
         waiting.number = max(number, waiting.number)
-        self.timers.set_once(_Wait(instance, connection), now + timeout_s)  # a repeated lookup keeps its deadline
+        self.timers.set_once(
+            _LookupTimeout(instance, connection), now + timeout_s
+        )  # a repeated lookup keeps its deadline
         records = _complete_records(entry)
         return [] if records is None else [self._answer(instance, connection, records)]
 
@@ -291,24 +293,24 @@ class RegistryTable:
             match key:
                 case _Lease(peer):
                     self._forget(peer)
-                case _Wait(instance, connection):
+                case _LookupTimeout(instance, connection):
                     answers.append(self._answer(instance, connection, _records(self._instances[instance])))
         return answers
 
     def _add(self, instance: _Instance, claim: _Claim) -> None:
         """Create a place for its first claim."""
-        place = instance.places[claim.peer.rank.engine_rank] = _Place(claim, claim.taker)
+        place = instance.places[claim.peer.rank.engine_rank] = _RankClaims(claim, claim.taker)
         self.changes.append(Change(None, claim.peer, claim.record.endpoint))
         self.num_ranks += 1
         self._ranks.add(place.taker, 1)
         self._weigh(place, 1)
 
-    def _weigh(self, place: _Place, sign: int) -> None:
+    def _weigh(self, place: _RankClaims, sign: int) -> None:
         """Add the bytes of a place to the shares, or subtract them if `sign` is -1."""
         for claim in place.claims:
             self._bytes.add(claim.taker, sign * claim.record.num_bytes)
 
-    def _claim(self, place: _Place, claim: _Claim) -> None:
+    def _claim(self, place: _RankClaims, claim: _Claim) -> None:
         """Treat a claim to an occupied place as a renewal, a restart or a conflict."""
         peer = claim.peer
         if peer == place.holder.peer:
@@ -325,7 +327,7 @@ class RegistryTable:
             self._drop_lease(place.replaced)
             place.holder, place.replaced, place.was_heard_again = claim, place.holder, False
 
-    def _note_holder(self, before: PeerId, place: _Place) -> None:
+    def _note_holder(self, before: PeerId, place: _RankClaims) -> None:
         if place.holder.peer != before:
             self.changes.append(Change(before, place.holder.peer, place.holder.record.endpoint))
 
@@ -368,7 +370,7 @@ class RegistryTable:
 
     def _answer(self, instance: str, connection: bytes, records: tuple[SealedRecord, ...]) -> Answer:
         entry = self._instances[instance]
-        self.timers.clear(_Wait(instance, connection))
+        self.timers.clear(_LookupTimeout(instance, connection))
         waiting = entry.waiting.pop(connection)
         self.num_waiting -= 1
         self._waits.add(waiting.taker, -1)

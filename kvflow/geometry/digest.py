@@ -22,7 +22,7 @@ from kvflow.geometry.pages import PageTable, locate
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range
 from kvflow.geometry.routes import RegionSlice, slices_in_order
 
-__all__ = ["Cells", "DigestScope", "View", "digest", "find_cells"]
+__all__ = ["DigestScope", "SliceCells", "View", "digest", "find_cells"]
 
 UInt64Array = NDArray[np.uint64]
 
@@ -54,7 +54,7 @@ class DigestScope(NamedTuple):
     layers: LayerRange = ALL_LAYERS
 
 
-class Cells(NamedTuple):
+class SliceCells(NamedTuple):
     """The cells of one region slice on one side.
 
     A *place* holds the wanted heads of one token, or of one cell that several tokens share.
@@ -92,7 +92,7 @@ class Cells(NamedTuple):
         return self.num_heads == 1 or self.region.head_stride == self.region.head_bytes
 
 
-def find_cells(scope: DigestScope, component: Component, table: PageTable) -> Iterator[Cells]:
+def find_cells(scope: DigestScope, component: Component, table: PageTable) -> Iterator[SliceCells]:
     """Visit the cells of a scope in logical order, as one side stores them.
 
     Args:
@@ -110,7 +110,7 @@ def find_cells(scope: DigestScope, component: Component, table: PageTable) -> It
         tokens_per_cell = region.tokens_per_cell
         if tokens_per_cell not in places:
             places[tokens_per_cell] = _places(scope, table, tokens_per_cell)
-        yield Cells(region, region_slice.heads, *places[tokens_per_cell])
+        yield SliceCells(region, region_slice.heads, *places[tokens_per_cell])
 
 
 def _places(scope: DigestScope, table: PageTable, tokens_per_cell: int) -> tuple[UInt64Array, UInt64Array]:
@@ -143,7 +143,7 @@ def digest(scope: DigestScope, component: Component, table: PageTable, view: Vie
     return value
 
 
-def _add(value: int, cells: Cells, memory: NDArray[np.uint8]) -> int:
+def _add(value: int, cells: SliceCells, memory: NDArray[np.uint8]) -> int:
     """Update the digest with some cells; `memory` is the whole region."""
     if cells.heads_contiguous:
         region = cells.region
@@ -165,7 +165,7 @@ def _add_runs(
     return value
 
 
-def _add_gathered(value: int, cells: Cells, grid: NDArray[np.void]) -> int:
+def _add_gathered(value: int, cells: SliceCells, grid: NDArray[np.void]) -> int:
     """Update the digest with scattered places, copied together block by block."""
     step = max(1, BLOCK_BYTES // cells.place_bytes)
     for first in range(0, len(cells.slots), step):
@@ -174,7 +174,7 @@ def _add_gathered(value: int, cells: Cells, grid: NDArray[np.void]) -> int:
     return value
 
 
-def _grid(cells: Cells, memory: NDArray[np.uint8]) -> NDArray[np.void]:
+def _grid(cells: SliceCells, memory: NDArray[np.uint8]) -> NDArray[np.void]:
     """View the wanted heads of a region as an array of pages and rows, and of heads if those are not contiguous."""
     region = cells.region
     shape: tuple[int, ...] = (region.slots, region.cells_per_slot)

@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.overlap import Cells, find_overlap
+from kvflow.geometry.overlap import SpacedRuns, find_overlap
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
 __all__ = [
@@ -285,7 +285,9 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         for page in range(0, self.slots, max(self.slots - 1, 1)) if len(strides) > 1 else (0,):
             self._check_disjoint(
                 [
-                    Cells.of(region.address + page * region.slot_stride, region.axes_of_page, region.head_bytes, place)
+                    SpacedRuns.of(
+                        region.address + page * region.slot_stride, region.axes_of_page, region.head_bytes, place
+                    )
                     for place, region in enumerate(self.regions)
                 ]
             )
@@ -298,14 +300,14 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         """
         self._check_disjoint(
             [
-                Cells.of(
+                SpacedRuns.of(
                     region.address, ((region.slot_stride, region.slots), *region.axes_of_page), region.head_bytes, place
                 )
                 for place, region in enumerate(self.regions)
             ]
         )
 
-    def _check_disjoint(self, cells: Sequence[Cells]) -> None:
+    def _check_disjoint(self, cells: Sequence[SpacedRuns]) -> None:
         """Refuse cells that share memory; the owner of each is an index into `regions`."""
         overlap = find_overlap(cells)
         if overlap is not None:

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 
-__all__ = ["Cells", "find_overlap"]
+__all__ = ["SpacedRuns", "find_overlap"]
 
 MAX_RUNS: Final = 2**18
 """Maximum runs that are compared one by one, in about 50 ms. Layouts come from the network, so this needs a bound.
 Regions that repeat with one period, as in all known pools, are not compared one by one."""
 
 
-class Cells(NamedTuple):
+class SpacedRuns(NamedTuple):
     """Runs of bytes at regular distances, none of which overlap each other.
 
     Attributes:
@@ -34,7 +34,7 @@ class Cells(NamedTuple):
     owner: int
 
     @classmethod
-    def of(cls, address: int, axes: Sequence[tuple[int, int]], length: int, owner: int) -> "Cells":
+    def of(cls, address: int, axes: Sequence[tuple[int, int]], length: int, owner: int) -> "SpacedRuns":
         """Describe runs, and join those that touch."""
         left = sorted([axis for axis in axes if axis[1] > 1], reverse=True)
         end = address + length
@@ -49,12 +49,12 @@ class Cells(NamedTuple):
         """Number of runs, over all axes."""
         return math.prod(count for _, count in self.axes)
 
-    def first_two(self) -> Iterator["Cells"]:
+    def first_two(self) -> Iterator["SpacedRuns"]:
         """Yield the first two entries of the outermost axis, each without that axis."""
         stride, count = self.axes[0]
         end = self.end - stride * (count - 1)
-        yield Cells(self.address, end, self.axes[1:], self.length, self.owner)
-        yield Cells(self.address + stride, end + stride, self.axes[1:], self.length, self.owner)
+        yield SpacedRuns(self.address, end, self.axes[1:], self.length, self.owner)
+        yield SpacedRuns(self.address + stride, end + stride, self.axes[1:], self.length, self.owner)
 
     def starts(self, origin: int) -> NDArray[np.uint64]:
         """Return the distance of each run from an address."""
@@ -64,7 +64,7 @@ class Cells(NamedTuple):
         return found
 
 
-def find_overlap(cells: Sequence[Cells]) -> tuple[int, int] | None:
+def find_overlap(cells: Sequence[SpacedRuns]) -> tuple[int, int] | None:
     """Find two owners with a byte in common; None if there are none.
 
     Raises:
@@ -77,7 +77,7 @@ def find_overlap(cells: Sequence[Cells]) -> tuple[int, int] | None:
     return next((found for group in groups if (found := _compare_runs(group)) is not None), None)
 
 
-def _irregular(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
+def _irregular(cells: Sequence[SpacedRuns]) -> Iterator[list[SpacedRuns]]:
     """Yield groups of runs that must be compared one by one."""
     for group in _entangled(cells):
         period = group[0].axes[:1]
@@ -88,9 +88,9 @@ def _irregular(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
             yield group
 
 
-def _entangled(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
+def _entangled(cells: Sequence[SpacedRuns]) -> Iterator[list[SpacedRuns]]:
     """Yield groups of cells whose extents overlap, in the order of addresses."""
-    group: list[Cells] = []
+    group: list[SpacedRuns] = []
     end = 0
     for one in sorted(cells):
         if group and one.address >= end:
@@ -103,7 +103,7 @@ def _entangled(cells: Sequence[Cells]) -> Iterator[list[Cells]]:
         yield group
 
 
-def _compare_runs(group: Sequence[Cells]) -> tuple[int, int] | None:
+def _compare_runs(group: Sequence[SpacedRuns]) -> tuple[int, int] | None:
     origin = group[0].address
     starts = np.concatenate([one.starts(origin) for one in group])
     places = np.repeat(np.arange(len(group)), [one.num_runs for one in group])

@@ -29,7 +29,7 @@ META: Final = ("event", "level", "timestamp", "exception")
 """Values that `logging` formatters show in places of their own."""
 
 
-class _Line(dict[str, Any]):
+class _LogLine(dict[str, Any]):
     """The values of a line. Its text is shown by engines that format records with `logging` alone."""
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class BoundLogger:
             return
         values = {**self._values, **values}
         error = values.pop("exc_info", None)
-        line = _Line({name: values[name] for name in FIRST if name in values})
+        line = _LogLine({name: values[name] for name in FIRST if name in values})
         line.update((name, value) for name, value in values.items() if name not in LAST)
         name = logging.getLevelName(level).lower()
         line.update(event=event, level=name, timestamp=_now())

@@ -360,7 +360,7 @@ class RouteCompiler:
         )
 
 
-class _Wait:
+class _LastBytesWait:
     """A wait for last bytes.
 
     Attributes:
@@ -392,7 +392,7 @@ class PeerProofs:
     def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
         self._context = context
         self._backend = backend
-        self._waits: dict[tuple[PeerId, int | None], _Wait] = {}
+        self._waits: dict[tuple[PeerId, int | None], _LastBytesWait] = {}
 
     def probe(self, effect: ef.ProbePeer) -> None:
         """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
@@ -403,14 +403,14 @@ class PeerProofs:
 
         Dispatches FenceImpossible if that can never be known.
         """
-        wait = self._waits[effect.peer, None] = _Wait(effect.number)
+        wait = self._waits[effect.peer, None] = _LastBytesWait(effect.number)
         self._context.start_task(self._fence, effect, wait)
 
     def await_landing(self, effect: ef.WaitForLanding) -> None:
         """Wait until nothing that the peer has in flight for a transfer can land, and dispatch Landed, if ever."""
         key = (effect.peer, effect.drained.generation)
         if key not in self._waits:
-            wait = self._waits[key] = _Wait(effect.number)
+            wait = self._waits[key] = _LastBytesWait(effect.number)
             self._context.start_task(self._await_landing, effect, wait)
 
     def note_ends(self, effect: ef.NoteEnds) -> None:
@@ -419,7 +419,7 @@ class PeerProofs:
             if wait.number <= effect.number:
                 wait.note(effect)
 
-    async def _await_landing(self, effect: ef.WaitForLanding, wait: _Wait) -> None:
+    async def _await_landing(self, effect: ef.WaitForLanding, wait: _LastBytesWait) -> None:
         drained = effect.drained
         has_landed = await self._backend.outlast(drained.in_flight, wait.ends, is_alive=True)
         del self._waits[effect.peer, drained.generation]
@@ -431,7 +431,7 @@ class PeerProofs:
         is_gone = await self._context.ports.control.is_refused(effect.endpoint, timeout_s)
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
 
-    async def _fence(self, effect: ef.WaitForFence, wait: _Wait) -> None:
+    async def _fence(self, effect: ef.WaitForFence, wait: _LastBytesWait) -> None:
         is_fenced = await self._backend.outlast(effect.domain, wait.ends)
         if self._waits.get((effect.peer, None)) is wait:  # else a later wait for the same peer has begun
             del self._waits[effect.peer, None]

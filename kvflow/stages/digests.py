@@ -13,7 +13,7 @@ from kvflow.geometry.ranges import LayerRange, TokenRange, is_final
 from kvflow.geometry.routes import RegionSlice
 from kvflow.state.effects import Piece, VerifyDigests, WrittenBy
 
-__all__ = ["Difference", "DigestWork", "check_digestible", "digests_of", "find_difference"]
+__all__ = ["DigestMismatch", "DigestWork", "check_digestible", "digests_of", "find_difference"]
 
 
 class DigestWork(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def digests_of(piece: Piece, layout: KVLayout, view: View) -> dict[str, int]:
     return {name: work.digest(name, tokens, piece.layers) for name, tokens in piece.ranges.items()}
 
 
-class Difference(msgspec.Struct, frozen=True):
+class DigestMismatch(msgspec.Struct, frozen=True):
     """Why arrived data failed verification.
 
     Attributes:
@@ -79,7 +79,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 def find_difference(
     effect: VerifyDigests, layout: KVLayout, view: View, is_wanted: Callable[[], bool]
-) -> Difference | None:
+) -> DigestMismatch | None:
     """Compare arrived data with its digests, and return the first difference. May be called in any thread.
 
     Args:
@@ -106,7 +106,7 @@ def find_difference(
     return None
 
 
-def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[], bool]) -> Difference | None:
+def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[], bool]) -> DigestMismatch | None:
     for notice in written.notices:
         for name, tokens in notice.ranges.items() if notice.num_bytes else ():  # the rank may hold none of the tokens
             if not is_wanted():
@@ -115,11 +115,11 @@ def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[
             sent = notice.digests.get(name)
             if sent is None:
                 detail = f"{where} arrived without the requested digest"
-                return Difference(FailureReason.PROTOCOL, detail)
+                return DigestMismatch(FailureReason.PROTOCOL, detail)
             found = work.digest(name, tokens, notice.layer_range)
             if found != sent:
                 detail = f"{where} have digest {found:08x}, but the sent data has {sent:08x}"
-                return Difference(FailureReason.CORRUPT, detail)
+                return DigestMismatch(FailureReason.CORRUPT, detail)
     return None
 
 

@@ -95,7 +95,7 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _WaitingChunk:
     """A waiting call of `chunk()`. Later calls whose rooms go to one of `peers` wait behind it."""
 
     room: RoomId
@@ -114,8 +114,8 @@ class CapacityLine:
     def __init__(self, has_capacity: Callable[[RoomId], bool], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
         self._has_capacity = has_capacity
         self._peers_of = peers_of
-        self._waiting: dict[_Place, None] = {}
-        self._by_room: dict[RoomId, list[_Place]] = {}
+        self._waiting: dict[_WaitingChunk, None] = {}
+        self._by_room: dict[RoomId, list[_WaitingChunk]] = {}
         self._num_waiting: dict[PeerId, int] = {}
 
     def is_open(self, room: RoomId) -> bool:
@@ -129,7 +129,7 @@ class CapacityLine:
 
         If cancelled, the turn passes to the next room.
         """
-        place = _Place(room, get_running_loop().create_future())
+        place = _WaitingChunk(room, get_running_loop().create_future())
         self._waiting[place] = None
         self._by_room.setdefault(room, []).append(place)
         self._look(place)
@@ -159,7 +159,7 @@ class CapacityLine:
             if not place.turn.done():
                 place.turn.set_result(None)
 
-    def _look(self, place: _Place) -> None:
+    def _look(self, place: _WaitingChunk) -> None:
         """Update the decode ranks that have requested a room; more may do so while it waits."""
         peers = tuple(self._peers_of(place.room))
         if peers != place.peers:
@@ -173,7 +173,7 @@ class CapacityLine:
             if count:
                 self._num_waiting[peer] = count
 
-    def _remove(self, place: _Place) -> None:
+    def _remove(self, place: _WaitingChunk) -> None:
         del self._waiting[place]
         self._count(place.peers, -1)
         of_room = self._by_room[place.room]

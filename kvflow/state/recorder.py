@@ -25,7 +25,7 @@ from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Difference", "Recorder", "Replay", "replay"]
+__all__ = ["Recorder", "Replay", "ReplayDifference", "replay"]
 
 FORMAT: Final = 1
 LENGTH_BYTES: Final = 4
@@ -194,7 +194,7 @@ class Recorder:
             left = left[self._file.write(left) :]
 
 
-class Difference(NamedTuple):
+class ReplayDifference(NamedTuple):
     """A difference between a replay and its recording.
 
     Attributes:
@@ -227,7 +227,7 @@ class Replay(NamedTuple):
     me: PeerId
     num_events: int
     num_effects: int
-    difference: Difference | None
+    difference: ReplayDifference | None
 
 
 def replay(file: BinaryIO) -> Replay:
@@ -273,7 +273,7 @@ def _replay(header: Header, frames: Iterator[bytes]) -> Replay:
         if _summary(replayed, veils=False) != entry.effects or error_name != entry.error:
             recorded = (entry.error,) if entry.error else tuple(name for name, _ in entry.effects)
             found: tuple[object, ...] = (error_name,) if error_name else tuple(replayed)
-            difference = Difference(number, entry.now, event, recorded, found)
+            difference = ReplayDifference(number, entry.now, event, recorded, found)
             return Replay(header.role, header.me, num_events, num_effects, difference)
     return Replay(header.role, header.me, num_events, num_effects, None)
 

@@ -31,7 +31,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Version = Annotated[int, msgspec.Meta(ge=1, lt=2**32)]
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+class _TicketFields(msgspec.Struct, frozen=True, kw_only=True):
     """The serialized fields of a ticket. Unknown fields are ignored."""
 
     versions: tuple[Version, Version]
@@ -102,7 +102,7 @@ class Ticket:
             TicketError: A field is missing, or has a wrong type or value.
         """
         try:
-            read = msgspec.convert(dict(fields), _Fields)
+            read = msgspec.convert(dict(fields), _TicketFields)
             check_endpoint("address", read.address)
             for text in (read.fingerprint, read.instance, read.capability):
                 text.encode()

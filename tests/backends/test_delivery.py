@@ -9,7 +9,7 @@ import anyio.to_thread
 import pytest
 
 from kvflow.backends import BackendEvent, PostEnded
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.errors import BackendError
 from tests.support.waiting import until
 
@@ -25,8 +25,8 @@ class Rank:
         self.batches: list[list[BackendEvent]] = []
         self.errors: list[BackendError] = []
 
-    def delivery(self) -> Delivery:
-        return Delivery(self.take, self.errors.append)
+    def delivery(self) -> EventDelivery:
+        return EventDelivery(self.take, self.errors.append)
 
     def take(self, events: Sequence[BackendEvent]) -> None:
         self.batches.append(list(events))
@@ -44,7 +44,7 @@ async def test_nothing_is_delivered_before_the_caller_is_done_and_then_all_of_it
 
 async def test_what_gathers_in_a_thread_wakes_the_loop_once() -> None:
     rank, calls = Rank(), list[object]()
-    delivery = Delivery(rank.take, rank.errors.append, calls.append)
+    delivery = EventDelivery(rank.take, rank.errors.append, calls.append)
     for event in ENDS:
         await anyio.to_thread.run_sync(functools.partial(delivery.put, [event]))
     assert (calls, rank.batches) == ([delivery.deliver], [])
@@ -83,7 +83,7 @@ async def test_closing_delivers_what_is_left_and_nothing_is_delivered_after_it()
 
 
 def test_a_thread_may_outlive_the_loop() -> None:
-    rank, made = Rank(), list[Delivery]()
+    rank, made = Rank(), list[EventDelivery]()
 
     async def make() -> None:
         made.append(rank.delivery())

@@ -177,8 +177,10 @@ async def test_opening_can_be_cancelled() -> None:
 
 async def test_the_owner_sleeps_unless_something_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, status = record_waits(monkeypatch), [0]
-    check = engine.Engine.check
-    monkeypatch.setattr(engine.Engine, "check", lambda self, transfer_id: check(self, transfer_id) if status[0] else 0)
+    check = engine.MooncakeEngine.check
+    monkeypatch.setattr(
+        engine.MooncakeEngine, "check", lambda self, transfer_id: check(self, transfer_id) if status[0] else 0
+    )
     busy_s, check_s = 1.5e-4, 1e-2
     monkeypatch.setattr(mooncake_backend, "CHECK_S", check_s)
     monkeypatch.setattr(mooncake_agent, "CHECK_S", check_s)
@@ -273,15 +275,15 @@ async def test_ipv6_is_refused_where_the_library_was_loaded_for_ipv4(monkeypatch
 async def test_closing_while_a_peer_is_being_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing does not wait for the thread that probes the peer, and leaves the engine to it."""
     entered, leave = threading.Event(), threading.Event()
-    probe = engine.Engine.probe
+    probe = engine.MooncakeEngine.probe
 
-    def slow_probe(self: engine.Engine, address: EndpointAddress) -> None:
+    def slow_probe(self: engine.MooncakeEngine, address: EndpointAddress) -> None:
         entered.set()
         leave.wait()
         probe(self, address)
 
     async with open_backend(MooncakeBackend()) as source, open_backend(MooncakeBackend()) as target:
-        monkeypatch.setattr(engine.Engine, "probe", slow_probe)
+        monkeypatch.setattr(engine.MooncakeEngine, "probe", slow_probe)
 
         async def connect() -> None:
             with pytest.raises(BackendError, match="not open"):

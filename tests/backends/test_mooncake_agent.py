@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from kvflow.backends.base import BackendEvent, PostEnded
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.agent import REPLACEMENTS_AT_ONCE, Agent
 from kvflow.backends.mooncake.engine import WritingEngine
@@ -70,7 +70,7 @@ class Bench:
     def __init__(self, max_senders: int = 1) -> None:
         self.engines: list[Engine] = []
         self._events: list[BackendEvent] = []
-        self._delivery = Delivery(self._events.extend, lambda _: None)
+        self._delivery = EventDelivery(self._events.extend, lambda _: None)
         self.agent = Agent(
             "me", self._start, self._delivery, protocol="tcp", window=4, timeout_s=60.0, max_senders=max_senders
         )

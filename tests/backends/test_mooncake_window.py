@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
-from kvflow.backends.mooncake.window import PeerConnection, Post
+from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.geometry.plan import Descriptors
 
 RUNNING, DONE, FAILED, EXPIRED = 0, 1, -1, -2
@@ -77,7 +77,7 @@ class Bench:
 
     def post(self, post_id: int, num_descriptors: int) -> None:
         src = np.array([(1000 * post_id + row, 8, 0) for row in range(num_descriptors)], np.uint64)
-        self.connection.post(Post(post_id, Descriptors(src, src + np.array([500_000, 0, 0], np.uint64))))
+        self.connection.post(PostInFlight(post_id, Descriptors(src, src + np.array([500_000, 0, 0], np.uint64))))
 
     def poll(self, times: int = 1) -> None:
         for _ in range(times):

@@ -9,7 +9,7 @@ import pytest
 from typing_extensions import override
 
 from kvflow.backends import Capabilities, PostEnded
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.owner import ConnectedPeer, OwnerBackend, PollIntervals
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 class Agent:
     """Ends all posts when it is closed, records its calls, and fails where the test wants."""
 
-    def __init__(self, delivery: Delivery, log: list[str], failing: str) -> None:
+    def __init__(self, delivery: EventDelivery, log: list[str], failing: str) -> None:
         self.delivery = delivery
         self.log = log
         self.failing = failing
@@ -78,7 +78,7 @@ class FakeBackend(OwnerBackend[Agent, ConnectedPeer]):
         self.goes_on.set()
 
     @override
-    def _create_agent(self, agent_name: str, delivery: Delivery) -> Agent:
+    def _create_agent(self, agent_name: str, delivery: EventDelivery) -> Agent:
         self.log.append(threading.current_thread().name)
         self.goes_on.wait()
         return Agent(delivery, self.log, self.failing)

@@ -140,7 +140,7 @@ async def test_messages_from_before_a_connection_are_lost_if_it_cannot_take_them
         client.send(b"first")
         client.send(b"second")
         with monkeypatch.context() as patch:
-            patch.setattr(dialer._Line, "send", refuse)
+            patch.setattr(dialer._DialedSocket, "send", refuse)
             await until(lambda: tried)
         await meet(server, client)
         assert tried == [b"first"]

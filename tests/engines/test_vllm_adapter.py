@@ -25,7 +25,7 @@ from kvflow.engines.vllm.metadata import GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
-from kvflow.engines.vllm.shortage import Shortage
+from kvflow.engines.vllm.shortage import BlockShortage
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
 from kvflow.errors import KvflowError, LayoutError
 from tests.support.ports import unused_port
@@ -558,7 +558,7 @@ def test_two_servers_do_not_wait_for_blocks_of_each_other(
 
 
 def test_requests_that_no_decode_asks_for_have_a_share_of_the_pool() -> None:
-    found = Shortage()
+    found = BlockShortage()
     for number in range(4):
         found.pin(f"old{number}", 25, now=0.0)
     assert found.reclaim(100, now=9.0) == {}  # nobody lacks blocks

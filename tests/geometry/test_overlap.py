@@ -14,7 +14,7 @@ from kvflow import KVLayout, layout_from_tensors
 from kvflow.errors import LayoutError
 from kvflow.geometry import Component
 from kvflow.geometry.layout import MAX_REGIONS
-from kvflow.geometry.overlap import Cells, find_overlap
+from kvflow.geometry.overlap import SpacedRuns, find_overlap
 from tests.geometry.regions import region
 
 NHD = "page token head dim"
@@ -134,7 +134,7 @@ def test_regions_with_one_period_are_not_compared_cell_by_cell() -> None:
 
 
 @st.composite
-def cells(draw: st.DrawFn, owner: int) -> Cells:
+def cells(draw: st.DrawFn, owner: int) -> SpacedRuns:
     """Draw disjoint runs with gaps, in up to three axes."""
     length = reach = draw(st.integers(1, 3))
     axes = []
@@ -142,21 +142,22 @@ def cells(draw: st.DrawFn, owner: int) -> Cells:
         stride, count = reach + draw(st.integers(0, 3)), draw(st.integers(1, 3))
         axes.append((stride, count))
         reach = stride * (count - 1) + reach
-    return Cells.of(draw(st.integers(0, 60)), axes, length, owner)
+    return SpacedRuns.of(draw(st.integers(0, 60)), axes, length, owner)
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> list[Cells]:
+def groups(draw: st.DrawFn) -> list[SpacedRuns]:
     """Draw some cells that differ only in their address, as layers do, and some that differ in shape."""
     found = [draw(cells(number)) for number in range(draw(st.integers(1, 3)))]
     alike = draw(st.lists(st.integers(0, 30), max_size=4))
     first = found[0]
     return found + [
-        Cells.of(first.address + step, first.axes, first.length, len(found) + place) for place, step in enumerate(alike)
+        SpacedRuns.of(first.address + step, first.axes, first.length, len(found) + place)
+        for place, step in enumerate(alike)
     ]
 
 
-def bytes_of(one: Cells) -> set[int]:
+def bytes_of(one: SpacedRuns) -> set[int]:
     counts = [range(count) for _, count in one.axes]
     starts = (
         one.address + sum(index * stride for index, (stride, _) in zip(place, one.axes, strict=True))
@@ -166,7 +167,7 @@ def bytes_of(one: Cells) -> set[int]:
 
 
 @given(groups())
-def test_what_is_found_is_what_comparing_bytes_finds(group: list[Cells]) -> None:
+def test_what_is_found_is_what_comparing_bytes_finds(group: list[SpacedRuns]) -> None:
     held = {one.owner: bytes_of(one) for one in group}
     shared = {pair for pair in itertools.combinations(sorted(held), 2) if held[pair[0]] & held[pair[1]]}
     found = find_overlap(group)
@@ -174,6 +175,6 @@ def test_what_is_found_is_what_comparing_bytes_finds(group: list[Cells]) -> None
 
 
 def test_runs_that_touch_are_joined() -> None:
-    assert Cells.of(0, ((8, 4), (4, 2), (99, 1)), 4, 7) == Cells(0, 32, (), 32, 7)
-    assert Cells.of(0, ((16, 4), (4, 2)), 4, 7) == Cells(0, 56, ((16, 4),), 8, 7)
-    assert np.array_equal(Cells(5, 29, ((16, 2),), 8, 7).starts(5), [0, 16])
+    assert SpacedRuns.of(0, ((8, 4), (4, 2), (99, 1)), 4, 7) == SpacedRuns(0, 32, (), 32, 7)
+    assert SpacedRuns.of(0, ((16, 4), (4, 2)), 4, 7) == SpacedRuns(0, 56, ((16, 4),), 8, 7)
+    assert np.array_equal(SpacedRuns(5, 29, ((16, 2),), 8, 7).starts(5), [0, 16])

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.backends.base import PostEnded
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.library_sockets import CHECK_S, LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.mooncake.library import Protocol
-from kvflow.backends.mooncake.window import PeerConnection, Post
+from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
@@ -60,7 +60,7 @@ class Agent:
         self,
         name: str,
         start_engine: Callable[[IncarnationCell], WritingEngine],
-        delivery: Delivery,
+        delivery: EventDelivery,
         *,
         protocol: Protocol,
         window: int,
@@ -192,7 +192,7 @@ class Agent:
     def post(self, post_id: int, peer: str, descriptors: Descriptors) -> None:
         """Start a write to a peer."""
         if peer in self._connections:
-            self._connections[peer].post(Post(post_id, descriptors))
+            self._connections[peer].post(PostInFlight(post_id, descriptors))
         else:
             self._emit([PostEnded(post_id, "peer was disconnected")])
 
@@ -298,7 +298,7 @@ class Agent:
         return [*self._connections.values(), *self._former]
 
 
-def _stopped(post: Post) -> PostEnded:
+def _stopped(post: PostInFlight) -> PostEnded:
     """End a post whose engine was destroyed; its data may still be in the peer's socket buffers."""
     lingers = post.lingers or post.num_running > 0
     return PostEnded(post.post_id, post.error or "stopped by closing the endpoint", lingers)

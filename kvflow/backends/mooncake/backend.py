@@ -42,14 +42,14 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from kvflow.backends.base import Capabilities
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.last_bytes import LastBytesBackend
 from kvflow.backends.library_sockets import CHECK_S, SILENT_S
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.mooncake.address import CELL_BYTES, INCARNATION_BYTES, EndpointAddress
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.contacts import ContactThreads
-from kvflow.backends.mooncake.engine import Engine, WritingEngine
+from kvflow.backends.mooncake.engine import MooncakeEngine, WritingEngine
 from kvflow.backends.mooncake.library import (
     ENVIRONMENT,
     PEER_TO_PEER,
@@ -88,7 +88,7 @@ MAX_WINDOW: Final = 1024
 
 
 @dataclasses.dataclass(eq=False)
-class _Peer(ConnectedPeer):
+class _MooncakePeer(ConnectedPeer):
     """A connected peer.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Peer(ConnectedPeer):
     address: EndpointAddress
 
 
-class MooncakeBackend(LastBytesBackend[Agent, _Peer]):
+class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
     """A transport that writes through a Mooncake TransferEngine.
 
     `ends_with_process` is False: bytes in a peer's socket buffers land after the sender has died. Over TCP, the kernel
@@ -175,11 +175,11 @@ class MooncakeBackend(LastBytesBackend[Agent, _Peer]):
             self._settings = dataclasses.replace(self._settings, host=host)
 
     @override
-    def _create_agent(self, agent_name: str, delivery: Delivery) -> Agent:
+    def _create_agent(self, agent_name: str, delivery: EventDelivery) -> Agent:
         library = Library(environment_for(self._settings, self._environment))
         protocol = self._settings.protocol
         timeout_s = min(shortest_timeout_s(), SILENT_S / 2) if protocol == "tcp" else 0.0
-        start = functools.partial(Engine, library, self._settings)
+        start = functools.partial(MooncakeEngine, library, self._settings)
         return Agent(
             agent_name,
             start,
@@ -191,7 +191,7 @@ class MooncakeBackend(LastBytesBackend[Agent, _Peer]):
         )
 
     @override
-    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _Peer:
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _MooncakePeer:
         address = EndpointAddress.unpack(theirs.agent, agent=peer, protocol=self._settings.protocol)
         try:
             with anyio.fail_after(self._connect_timeout_s):
@@ -200,10 +200,10 @@ class MooncakeBackend(LastBytesBackend[Agent, _Peer]):
             raise BackendError(
                 "peer does not answer", peer=peer, session=address.session, timeout_s=self._connect_timeout_s
             ) from error
-        return _Peer(peer, theirs.memory, address)
+        return _MooncakePeer(peer, theirs.memory, address)
 
     @override
-    def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
+    def _post(self, post_id: int, peer: _MooncakePeer, descriptors: Descriptors, notice: bytes) -> None:
         owner, agent = self._running()
         owner.submit(functools.partial(agent.post, post_id, peer.name, descriptors))
 

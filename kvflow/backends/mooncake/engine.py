@@ -22,7 +22,7 @@ from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import MemoryRange
 
-__all__ = ["Engine", "WritingEngine", "start_native"]
+__all__ = ["MooncakeEngine", "WritingEngine", "start_native"]
 
 OVERLAP: Final = -7
 REGISTRATION_ERRORS: Final = {OVERLAP: "overlaps what is registered already", -1: "is not usable"}
@@ -157,7 +157,7 @@ class WritingEngine(abc.ABC):
         """Destroy the engine. Afterwards it reads and writes nothing."""
 
 
-class Engine(WritingEngine):
+class MooncakeEngine(WritingEngine):
     """A Mooncake TransferEngine. It keeps connections to departed peers open.
 
     Raises:

@@ -20,7 +20,7 @@ from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.backends.mooncake.address import host_of
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["PeerConnection", "Post", "Writer"]
+__all__ = ["PeerConnection", "PostInFlight", "Writer"]
 
 RUNNING: Final = 0
 DONE: Final = 1
@@ -68,7 +68,7 @@ class Writer(Protocol):
 AnyWriter = TypeVar("AnyWriter", bound=Writer)
 
 
-class Post:
+class PostInFlight:
     """A post in flight.
 
     Attributes:
@@ -104,7 +104,7 @@ class Post:
 @dataclass(slots=True)
 class _Transfer:
     transfer_id: int
-    post: Post
+    post: PostInFlight
     since: float
 
 
@@ -138,9 +138,9 @@ class PeerConnection(Generic[AnyWriter]):
         self._max_running = max_running
         self._timeout_s = timeout_s
         self._emit = emit
-        self._posts: deque[Post] = deque()
+        self._posts: deque[PostInFlight] = deque()
         self._running: deque[_Transfer] = deque()
-        self._unended: dict[int, Post] = {}
+        self._unended: dict[int, PostInFlight] = {}
 
     @property
     def host(self) -> str:
@@ -153,7 +153,7 @@ class PeerConnection(Generic[AnyWriter]):
         return bool(self._posts or self._running)
 
     @property
-    def unended(self) -> list[Post]:
+    def unended(self) -> list[PostInFlight]:
         """Posts that have not ended. If the connection is not active, they end when the engine is destroyed."""
         return list(self._unended.values())
 
@@ -162,7 +162,7 @@ class PeerConnection(Generic[AnyWriter]):
         """Whether the engine has started descriptors and not reported that they have ended."""
         return any(post.num_running for post in self._unended.values())
 
-    def post(self, post: Post) -> None:
+    def post(self, post: PostInFlight) -> None:
         """Accept a post, and start as much of it as fits into the window."""
         self._unended[post.post_id] = post
         self._posts.append(post)
@@ -223,7 +223,7 @@ class PeerConnection(Generic[AnyWriter]):
         if post.is_submitted:
             self._settle(post)
 
-    def _settle(self, post: Post) -> None:
+    def _settle(self, post: PostInFlight) -> None:
         """Report the state of a post that will start no more descriptors."""
         if not post.num_running:
             del self._unended[post.post_id]

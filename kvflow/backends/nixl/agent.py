@@ -26,14 +26,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.library_sockets import CHECK_S, LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
 from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, OutgoingSockets, StaleConnections
-from kvflow.backends.nixl.posts import Connection, Post, PostQueue, PreparedLists, Write, joined
+from kvflow.backends.nixl.posts import NativeEndpoint, NativeWrite, PostQueue, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import MemoryKind
@@ -77,7 +77,7 @@ class NixlAgent:
         plugin: str,
         plugin_options: dict[str, str],
         environment: Mapping[str, str] | None,
-        delivery: Delivery,
+        delivery: EventDelivery,
     ) -> None:
         api = load(environment)
         self._log = get_logger(agent=name)
@@ -88,13 +88,13 @@ class NixlAgent:
         self._disconnected = api.nixlBind.nixlRemoteDisconnectError
         # With plugin threads, posts run in an unknown order, so no post is a fence for another.
         self._has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
-        self._running: dict[int, Post] = {}
-        self._in_doubt: dict[int, Post] = {}
-        self._failed: dict[int, Post] = {}
+        self._running: dict[int, NativeWrite] = {}
+        self._in_doubt: dict[int, NativeWrite] = {}
+        self._failed: dict[int, NativeWrite] = {}
         self._name = name
         self._blobs: set[bytes] = set()
-        self._connections: dict[str, Connection] = {}
-        self._former: list[Connection] = []
+        self._connections: dict[str, NativeEndpoint] = {}
+        self._former: list[NativeEndpoint] = []
         self._disconnecting: dict[str, None] = {}
         self._kept: dict[str, None] = {}
         self._num_posts = 0
@@ -176,7 +176,7 @@ class NixlAgent:
         connection = self._connections.get(peer)
         return connection is not None and connection.is_used
 
-    def _prepare(self, outbox: PostQueue, writes: Sequence[Write]) -> Post | None:
+    def _prepare(self, outbox: PostQueue, writes: Sequence[Write]) -> NativeWrite | None:
         connection = self._connections.get(outbox.peer)
         if connection is None or connection.has_failed:
             error = "the connection to the peer has failed; it must be connected anew"
@@ -189,13 +189,13 @@ class NixlAgent:
             connection.has_erred = True
             self._emit([PostEnded(write.post_id, error_text(error)) for write in writes])
             return None
-        post = Post(tuple(write.post_id for write in writes), connection, handle, self._num_posts)
+        post = NativeWrite(tuple(write.post_id for write in writes), connection, handle, self._num_posts)
         self._num_posts += 1
         return post
 
     def _make_handle(
         self,
-        connection: Connection,
+        connection: NativeEndpoint,
         kinds: tuple[MemoryKind, MemoryKind],
         moves: Descriptors | Blocks,
         payload: bytes,
@@ -306,7 +306,7 @@ class NixlAgent:
             self._log.info("nixl_agent_added", peer=peer, agents=len(self._agents))
         return agent
 
-    def _endpoints(self) -> list[Connection]:
+    def _endpoints(self) -> list[NativeEndpoint]:
         return [*self._connections.values(), *self._former]
 
     def _check_self(self, peer: str, blob: bytes) -> None:
@@ -322,7 +322,7 @@ class NixlAgent:
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
         if peer == agent.name:  # the agent itself, which need not be added
-            self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer))
+            self._connections[peer] = NativeEndpoint(peer, agent, blob, PreparedLists(peer))
             return
         _check_name(peer, blob)
         sockets = self._agents.outgoing(agent)
@@ -338,7 +338,7 @@ class NixlAgent:
             self._undo_adding(agent, name, before)
             raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=name)
         opened = _without(sockets.now(), before)
-        self._connections[peer] = Connection(peer, agent, blob, PreparedLists(peer), opened, time.monotonic())
+        self._connections[peer] = NativeEndpoint(peer, agent, blob, PreparedLists(peer), opened, time.monotonic())
 
     def _undo_adding(self, agent: Any, name: str, before: Mapping[int, Address]) -> None:
         """Remove an agent that NIXL has added wrongly or in part, and shut down the connections opened for it.
@@ -359,7 +359,7 @@ class NixlAgent:
         for post in list(self._running.values()):
             self._follow(post, post.connection.agent.check_xfer_state)
 
-    def _follow(self, post: Post, call: Callable[[Any], str]) -> None:
+    def _follow(self, post: NativeWrite, call: Callable[[Any], str]) -> None:
         """Start a post or query its state, and handle the result."""
         try:
             state = call(post.handle)
@@ -376,7 +376,7 @@ class NixlAgent:
         if self._has_fences:
             self._end_fenced(post)
 
-    def _fail(self, post: Post, error: Exception) -> None:
+    def _fail(self, post: NativeWrite, error: Exception) -> None:
         post.error = error_text(error)
         post.connection.has_erred = True
         if isinstance(error, self._disconnected):
@@ -387,7 +387,7 @@ class NixlAgent:
         self._in_doubt[post.number] = post
         self._emit(post.in_doubt())
 
-    def _end(self, post: Post, error: str | None, *, lingers: bool = False) -> None:
+    def _end(self, post: NativeWrite, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(post.connection.agent.release_xfer_handle, post.handle)
         self._emit(post.ended(error, lingers=lingers))
 
@@ -401,7 +401,7 @@ class NixlAgent:
             self._end(post, post.error, lingers=True)
         self._failed.clear()
 
-    def _end_fenced(self, fence: Post) -> None:
+    def _end_fenced(self, fence: NativeWrite) -> None:
         """End the posts in doubt for which a completed later post is a fence."""
         for post in list(self._in_doubt.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
@@ -415,7 +415,7 @@ class NixlAgent:
             if connection is None or self._try_to_keep(connection) or self._try_to_remove(connection):
                 del self._disconnecting[peer]
 
-    def _try_to_keep(self, connection: Connection) -> bool:
+    def _try_to_keep(self, connection: NativeEndpoint) -> bool:
         """Keep a sound, unused endpoint in case its peer comes back. Return whether it was kept."""
         if connection.has_erred or self._is_in_use(connection):
             return False
@@ -426,7 +426,7 @@ class NixlAgent:
             self._try_to_remove(self._connections[oldest])
         return True
 
-    def _try_to_remove(self, connection: Connection) -> bool:
+    def _try_to_remove(self, connection: NativeEndpoint) -> bool:
         """Remove an endpoint, unless posts may be in flight over it. Return whether it was removed."""
         if self._is_in_use(connection):
             return False
@@ -435,7 +435,7 @@ class NixlAgent:
         self._remove(connection)
         return True
 
-    def _remove(self, connection: Connection) -> None:
+    def _remove(self, connection: NativeEndpoint) -> None:
         connection.lists.drop(connection.agent, self._clean_up)
         if connection.peer == connection.agent.name:
             return
@@ -486,11 +486,11 @@ class NixlAgent:
         if self._former:
             self._former = [connection for connection in self._former if not self._try_to_remove(connection)]
 
-    def _is_in_use(self, connection: Connection) -> bool:
+    def _is_in_use(self, connection: NativeEndpoint) -> bool:
         """Return whether a post over this endpoint has not ended."""
         return any(post.connection is connection for post in self._unended())
 
-    def _unended(self) -> list[Post]:
+    def _unended(self) -> list[NativeWrite]:
         return [*self._running.values(), *self._in_doubt.values(), *self._failed.values()]
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:

@@ -31,7 +31,7 @@ from typing import Final
 from typing_extensions import override
 
 from kvflow.backends.base import Capabilities, OnBroken, OnEvents
-from kvflow.backends.delivery import Delivery
+from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.last_bytes import LastBytesBackend
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.backends.nixl.agent import NixlAgent
@@ -51,7 +51,7 @@ FORMAT: Final = "nixl/2"
 
 
 @dataclass(eq=False)
-class _Peer(ConnectedPeer):
+class _NixlPeer(ConnectedPeer):
     """A connected peer.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Peer(ConnectedPeer):
     kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
 
 
-class NixlBackend(LastBytesBackend[NixlAgent, _Peer]):
+class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
     """A transport that writes through a NIXL agent.
 
     Args:
@@ -141,16 +141,16 @@ class NixlBackend(LastBytesBackend[NixlAgent, _Peer]):
         return True
 
     @override
-    def _create_agent(self, agent_name: str, delivery: Delivery) -> NixlAgent:
+    def _create_agent(self, agent_name: str, delivery: EventDelivery) -> NixlAgent:
         return NixlAgent(agent_name, self._plugin, self._plugin_options, self._environment, delivery)
 
     @override
-    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _Peer:
+    async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> _NixlPeer:
         await self._call(lambda agent: agent.connect(peer, theirs.agent))
-        return _Peer(peer, theirs.memory, PostQueue(peer))
+        return _NixlPeer(peer, theirs.memory, PostQueue(peer))
 
     @override
-    def _post(self, post_id: int, peer: _Peer, descriptors: Descriptors, notice: bytes) -> None:
+    def _post(self, post_id: int, peer: _NixlPeer, descriptors: Descriptors, notice: bytes) -> None:
         kinds = (self._registered().kind_of(descriptors.src), peer.memory.kind_of(descriptors.dst))
         self._submit(peer.outbox, Write(post_id, descriptors, kinds, notice))
 

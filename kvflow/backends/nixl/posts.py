@@ -17,7 +17,7 @@ from kvflow.geometry.blocks import BlockLists, Blocks
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["Connection", "Post", "PostQueue", "PreparedLists", "Write", "joined"]
+__all__ = ["NativeEndpoint", "NativeWrite", "PostQueue", "PreparedLists", "Write", "joined"]
 
 MAX_JOINED: Final = 16
 """Maximum number of writes joined into one."""
@@ -143,7 +143,7 @@ class PreparedLists:
 
 
 @dataclass(eq=False)
-class Connection:
+class NativeEndpoint:
     """One native endpoint to a peer.
 
     Attributes:
@@ -171,7 +171,7 @@ class Connection:
 
 
 @dataclass(eq=False)
-class Post:
+class NativeWrite:
     """A native write that has started, for one post or several joined ones.
 
     Attributes:
@@ -180,7 +180,7 @@ class Post:
     """
 
     post_ids: tuple[int, ...]
-    connection: Connection
+    connection: NativeEndpoint
     handle: Any
     number: int
     fence: int = 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvflow import LayoutError, head_range
 from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, regions_from_pointers
 
-__all__ = ["Buffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "of_one_rank", "regions_of"]
+__all__ = ["ListedBuffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "of_one_rank", "regions_of"]
 
 Parts = Sequence[PagePart | PageRows] | OpaqueItem
 """Content of an item of a buffer."""
@@ -43,7 +43,7 @@ class Shard(NamedTuple):
         return head_range(self.kv_heads, self.tp_size, self.tp_rank)
 
 
-class Buffer(NamedTuple):
+class ListedBuffer(NamedTuple):
     """One entry of SGLang's lists: address, length, bytes of an item, and layer of the model."""
 
     address: int
@@ -54,7 +54,7 @@ class Buffer(NamedTuple):
 
 def buffers_in(
     addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int], layers: Sequence[int]
-) -> list[Buffer]:
+) -> list[ListedBuffer]:
     """Combine SGLang's lists.
 
     Raises:
@@ -63,11 +63,11 @@ def buffers_in(
     counts = {len(addresses), len(lengths), len(items), len(layers)}
     if len(counts) != 1:
         raise LayoutError("lists of buffers differ in length", found=sorted(counts))
-    return [Buffer(*entry) for entry in zip(addresses, lengths, items, layers, strict=True)]
+    return [ListedBuffer(*entry) for entry in zip(addresses, lengths, items, layers, strict=True)]
 
 
 def regions_of(
-    buffers: Iterable[Buffer], parts: Callable[[Buffer], Parts], *, page_size: int, optional: bool = False
+    buffers: Iterable[ListedBuffer], parts: Callable[[ListedBuffer], Parts], *, page_size: int, optional: bool = False
 ) -> tuple[Region, ...]:
     """Describe buffers whose items may differ between layers; omitted ones (of length 0) get no region.
 
@@ -85,7 +85,7 @@ def regions_of(
 
 
 def of_one_rank(
-    buffers: Iterable[Buffer], shard: Shard, name: str, *, page_size: int, optional: bool = False
+    buffers: Iterable[ListedBuffer], shard: Shard, name: str, *, page_size: int, optional: bool = False
 ) -> tuple[Region, ...]:
     """Describe pages of unknown content, which move only between ranks of equal TP size.
 
@@ -96,7 +96,7 @@ def of_one_rank(
     return regions_of(buffers, lambda _: item, page_size=page_size, optional=optional)
 
 
-def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
+def latents(buffers: Iterable[ListedBuffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
     """Describe latents, of which every rank holds all, and whose pages move as a whole.
 
     Raises:
@@ -106,7 +106,7 @@ def latents(buffers: Iterable[Buffer], *, page_size: int, optional: bool = False
 
 
 def keys_and_values(  # noqa: PLR0913 - most by keyword
-    buffers: Sequence[Buffer],
+    buffers: Sequence[ListedBuffer],
     shard: Shard,
     *,
     page_size: int,
@@ -142,7 +142,7 @@ def keys_and_values(  # noqa: PLR0913 - most by keyword
     regions: tuple[Region, ...] = ()
     for tensor, part in (("k", buffers[:half]), ("v", buffers[half:])):
 
-        def cells(one: Buffer, tensor: str = tensor) -> Parts:
+        def cells(one: ListedBuffer, tensor: str = tensor) -> Parts:
             if is_opaque:
                 return OpaqueItem(f"{tensor} of {shard.tp_size} ranks", shard.tp_rank)
             head_bytes = one.item // (page_size * (heads[1] - heads[0]))

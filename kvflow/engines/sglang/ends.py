@@ -18,7 +18,7 @@ from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Ou
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.sglang.manager import KvflowKVManager
 
-__all__ = ["End", "KvflowKVReceiver", "KvflowKVSender"]
+__all__ = ["KvflowKVReceiver", "KvflowKVSender", "TransferEnd"]
 
 ELSEWHERE: Final = frozenset(
     {
@@ -32,7 +32,7 @@ ELSEWHERE: Final = frozenset(
 """Failures after which the prefill server may have restarted at another address."""
 
 
-class End:
+class TransferEnd:
     """Base class of sender and receiver.
 
     Attributes:
@@ -116,7 +116,7 @@ class End:
             self.transfer.abort()
 
 
-class KvflowKVSender(End, CommonKVSender):
+class KvflowKVSender(TransferEnd, CommonKVSender):
     """One request on prefill."""
 
     transfer: BlockingSender | None = None
@@ -232,7 +232,7 @@ class KvflowKVSender(End, CommonKVSender):
             super().clear()
 
 
-class KvflowKVReceiver(End, CommonKVReceiver):
+class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     """One request on decode."""
 
     transfer: BlockingReceiver | None = None

@@ -31,7 +31,7 @@ from kvflow.errors import shorten
 from kvflow.geometry import Location
 
 if TYPE_CHECKING:
-    from kvflow.engines.sglang.ends import End
+    from kvflow.engines.sglang.ends import TransferEnd
 
 __all__ = ["KvflowKVManager"]
 
@@ -64,8 +64,8 @@ class KvflowKVManager(CommonKVManager):
         self._transport_options = transport_options(self.settings, args)
         self.pools: PoolMap = _describe(args, is_mla=bool(is_mla_backend), fingerprint=self.settings.fingerprint)
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        self._ends: dict[Any, End] = {}
-        self._held: defaultdict[int, list[End]] = defaultdict(list)
+        self._ends: dict[Any, TransferEnd] = {}
+        self._held: defaultdict[int, list[TransferEnd]] = defaultdict(list)
         self._quarantine = QuarantineWatch(self.settings.releases)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -167,7 +167,7 @@ class KvflowKVManager(CommonKVManager):
         """Return whether a room is in use by a request. SGLang itself rejects a room that has failed."""
         return self.request_status.get(room) not in (None, KVPoll.Failed)
 
-    def follow(self, end: "End") -> None:
+    def follow(self, end: "TransferEnd") -> None:
         """Pass each update of an end's transfer to the end, until the transfer is over and safe."""
         self._ends[end.transfer] = end
         self._held[end.bootstrap_room].append(end)
@@ -184,7 +184,7 @@ class KvflowKVManager(CommonKVManager):
         if self._ends:
             self._quarantine.look(self.rank, self._ends, time.monotonic())
 
-    def _forget(self, end: "End") -> None:
+    def _forget(self, end: "TransferEnd") -> None:
         self._ends.pop(end.transfer, None)
         held = self._held[end.bootstrap_room]
         held.remove(end)

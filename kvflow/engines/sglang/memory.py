@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow import KVLayout, LayoutError, PlanError, TokenPages
-from kvflow.engines.sglang.buffers import Buffer, Shard, buffers_in, keys_and_values, latents, of_one_rank
+from kvflow.engines.sglang.buffers import ListedBuffer, Shard, buffers_in, keys_and_values, latents, of_one_rank
 from kvflow.engines.sglang.states import State, describe_state
 from kvflow.geometry import BufferLists, Component, Location, layout_from_pointers
 
@@ -123,7 +123,7 @@ def _refuse_unknown(args: Any, shard: Shard) -> None:
         raise LayoutError("rank holds other heads than the model says", expected=expected, found=held)
 
 
-def _main_buffers(args: Any, shard: Shard) -> tuple[list[Buffer], list[Buffer]]:
+def _main_buffers(args: Any, shard: Shard) -> tuple[list[ListedBuffer], list[ListedBuffer]]:
     """Assign each buffer its layer, and split off the draft model's buffers, which only the last stage has computed."""
     groups = 1 if shard.is_mla else 2
     total, num_draft = len(args.kv_data_ptrs), args.num_draft_entries
@@ -139,14 +139,14 @@ def _main_buffers(args: Any, shard: Shard) -> tuple[list[Buffer], list[Buffer]]:
     return buffers[: total - num_draft], buffers[total - num_draft :] if is_last else []
 
 
-def _cells(buffers: Sequence[Buffer], args: Any, shard: Shard) -> Any:
+def _cells(buffers: Sequence[ListedBuffer], args: Any, shard: Shard) -> Any:
     page_size, dtype = args.page_size, args.kv_cache_dtype_str
     if shard.is_mla:
         return latents(buffers, page_size=page_size)
     return keys_and_values(buffers, shard, page_size=page_size, dtype=dtype, is_opaque=shard.has_unknown_order)
 
 
-def _draft_cells(buffers: Sequence[Buffer], main: Sequence[Buffer], args: Any, shard: Shard) -> Any:
+def _draft_cells(buffers: Sequence[ListedBuffer], main: Sequence[ListedBuffer], args: Any, shard: Shard) -> Any:
     page_size, dtype = args.page_size, args.kv_cache_dtype_str
     if not shard.is_mla:
         return keys_and_values(

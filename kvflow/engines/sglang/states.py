@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from numpy.typing import NDArray
 
 from kvflow import LayoutError, PlanError, TokenPages
-from kvflow.engines.sglang.buffers import Buffer, Parts, Shard, buffers_in, keys_and_values, regions_of
+from kvflow.engines.sglang.buffers import ListedBuffer, Parts, Shard, buffers_in, keys_and_values, regions_of
 from kvflow.geometry import Component, OpaqueItem, PagePart, PageRows, Region
 
 __all__ = ["REFUSED", "ROWS", "State", "StateBuffers", "describe_state"]
@@ -49,7 +49,7 @@ class StateBuffers(NamedTuple):
     """
 
     kind: str
-    buffers: list[Buffer]
+    buffers: list[ListedBuffer]
     has_layers: bool
     dims: Sequence[int | None]
     groups: Sequence[Sequence[int] | None]
@@ -180,7 +180,7 @@ def _items(
     return (Component(name, regions, kind="slot" if state.kind in ROWS else "paged"),) if regions else ()
 
 
-def _same(item: OpaqueItem, _: Buffer) -> Parts:
+def _same(item: OpaqueItem, _: ListedBuffer) -> Parts:
     return item
 
 
@@ -259,7 +259,7 @@ class _Cut(NamedTuple):
     rows: int
     has_blocks: bool
 
-    def parts(self, shard: Shard, one: Buffer) -> Parts:
+    def parts(self, shard: Shard, one: ListedBuffer) -> Parts:
         """Return the content of an item."""
         tp_size, tp_rank = shard.tp_size, shard.tp_rank
         if self.dim is None:

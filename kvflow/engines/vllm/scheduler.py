@@ -23,7 +23,7 @@ from kvflow.engines.vllm.dialect import (
 )
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
-from kvflow.engines.vllm.shortage import Shortage
+from kvflow.engines.vllm.shortage import BlockShortage
 
 __all__ = ["ConnectorScheduler"]
 
@@ -95,7 +95,7 @@ class ConnectorScheduler:
         self._leaders: dict[str, str] = {}
         self._followers: dict[str, str] = {}
         self._orders = StepOrders()
-        self._shortage = Shortage()
+        self._shortage = BlockShortage()
         self._pool: Any = None
         self._kept: dict[str, list[int]] = {}
         self._num_held = 0

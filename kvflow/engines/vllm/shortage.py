@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["RECLAIM_S", "Shortage"]
+__all__ = ["RECLAIM_S", "BlockShortage"]
 
 UNASKED_SHARE: Final = 0.5
 """Share of the pool for finished requests that no decode server has asked for, while others lack blocks."""
@@ -37,7 +37,7 @@ class _Pinned:
     is_tried: bool = False
 
 
-class Shortage:
+class BlockShortage:
     """Tracks which requests lack blocks, and which finished ones could be given up."""
 
     def __init__(self) -> None:

@@ -255,7 +255,7 @@ class PieceQueue:
         self.candidates.setdefault(delivery.peer)
         self._forget_if_empty(delivery.peer)
 
-    def _take(self, peer: PeerId, line: "_Line", pools: tuple[SlotPool, ...], cost: Cost, now: float) -> Piece:
+    def _take(self, peer: PeerId, line: "_DeliveryQueue", pools: tuple[SlotPool, ...], cost: Cost, now: float) -> Piece:
         piece = self._lanes[peer].take(line, now).piece
         if pools:
             piece = replace(piece, slots=PieceSlots(*(pool.take() for pool in pools)))
@@ -314,7 +314,7 @@ class PieceQueue:
         return self._windows[peer]
 
 
-class _Line(msgspec.Struct):
+class _DeliveryQueue(msgspec.Struct):
     """Queued pieces of one delivery, in order; `place` is its due time and, among equals, its order of arrival."""
 
     delivery: DeliveryId
@@ -327,8 +327,8 @@ class _Lane:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._lines: dict[DeliveryId, _Line] = {}
-        self._rotations: dict[int, OrderedDict[DeliveryId, _Line]] = {}
+        self._lines: dict[DeliveryId, _DeliveryQueue] = {}
+        self._rotations: dict[int, OrderedDict[DeliveryId, _DeliveryQueue]] = {}
         self._num_joined = 0
 
     @property
@@ -341,10 +341,10 @@ class _Lane:
             line.entries.append(entry)
             return
         delivery = entry.piece.delivery
-        self._lines[delivery] = line = _Line(delivery, deque([entry]))
+        self._lines[delivery] = line = _DeliveryQueue(delivery, deque([entry]))
         self._join(line, entry.enqueued_at)
 
-    def take(self, line: _Line, now: float) -> _Entry:
+    def take(self, line: _DeliveryQueue, now: float) -> _Entry:
         self._leave(line)
         entry = line.entries.popleft()
         if line.entries:
@@ -365,18 +365,18 @@ class _Lane:
         line.entries = deque(kept)
         return num_before - len(kept)
 
-    def next_line(self) -> _Line:
+    def next_line(self) -> _DeliveryQueue:
         firsts = [next(iter(rotation.values())) for rotation in self._rotations.values()]
         return firsts[0] if len(firsts) == 1 else min(firsts, key=lambda line: line.place)
 
-    def _join(self, line: _Line, now: float) -> None:
+    def _join(self, line: _DeliveryQueue, now: float) -> None:
         piece, enqueued_at, _ = line.entries[0]
         due = max(now, enqueued_at + piece.grant.priority * self._ageing_s)
         line.place = (due, self._num_joined)
         self._num_joined += 1
         self._rotations.setdefault(piece.grant.priority, OrderedDict())[line.delivery] = line
 
-    def _leave(self, line: _Line) -> None:
+    def _leave(self, line: _DeliveryQueue) -> None:
         priority = line.entries[0].piece.grant.priority
         rotation = self._rotations[priority]
         del rotation[line.delivery]
