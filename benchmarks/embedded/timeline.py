@@ -50,7 +50,7 @@ STEPS: Final = (
     Step("transport has it", PREFILL, "kvflow.stages.submit:Submit.post", is_end=True),
     Step("agent is about to post", PREFILL, "kvflow.backends.nixl.agent:NixlAgent.post_next"),
     Step("native post has returned", PREFILL, "kvflow.backends.nixl.agent:NixlAgent._follow", is_end=True),
-    Step("decode's agent has the notice", DECODE, "kvflow.backends.delivery:Delivery.put"),
+    Step("decode's agent has the notice", DECODE, "kvflow.backends.delivery:EventDelivery.put"),
     Step("decode's event loop takes it up", DECODE, "kvflow.stages.aggregate:Aggregate.take"),
     Step("decode's transfer has succeeded", DECODE, "kvflow.transfer:Transfer.report", is_end=True, counts=_is_success),
     Step("decode's engine sees it", DECODE, ""),
