@@ -396,7 +396,7 @@ class ZmqListener:
             self._backlog.watch(fd)
             return
         is_refusal = self._authenticator is not None and self._intake.is_unheard(fd)
-        num_left = self._intake.has_left(fd)
+        num_left = self._intake.bytes_left(fd)
         self._intake.forget(fd)
         self._backlog.forget(fd)
         self._routes.forget(fd)

@@ -207,7 +207,7 @@ class Intake:
         """Return whether a connection exists and has not delivered a message."""
         return fd in self._unheard
 
-    def has_left(self, fd: int) -> int:
+    def bytes_left(self, fd: int) -> int:
         """Return how many bytes of a connection are unread, as far as is known when it has ended."""
         return self._left.get(fd, 0)
 

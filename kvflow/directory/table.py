@@ -280,9 +280,8 @@ class RegistryTable:
         self._instances[instance] = entry
         waiting = entry.waiting[connection]
         waiting.number = max(number, waiting.number)
-        self.timers.set_once(
-            _LookupTimeout(instance, connection), now + timeout_s
-        )  # a repeated lookup keeps its deadline
+        timeout = _LookupTimeout(instance, connection)
+        self.timers.set_once(timeout, now + timeout_s)  # a repeated lookup keeps its deadline
         records = _complete_records(entry)
         return [] if records is None else [self._answer(instance, connection, records)]
 

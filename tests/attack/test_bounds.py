@@ -224,17 +224,23 @@ async def test_long_registers_over_budget_cost_only_their_own_connection(monkeyp
             assert registry.statistics().anomalies["connection_cut"] == 1
 
 
+async def look_up_over_the_share(stack: ExitStack, registry: kvflow.Registry, keys: ClientKeys | None) -> Attacker:
+    """Ask 80 times on four connections where 64 lookups may wait in all; return the last connection."""
+    for number in range(4):
+        attacker = stack.enter_context(closing(Attacker(registry.endpoint, keys)))
+        for question in range(20):
+            attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
+    await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
+    assert registry.statistics().waiting_lookups == 32
+    return attacker
+
+
 async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MAX_WAITING", 64)
     async with guarded("other") as deployment, under_way(deployment) as honest:
         registry, keys = deployment.registry, deployment.keys["other"].for_registry()
         with ExitStack() as stack:
-            for number in range(4):
-                attacker = stack.enter_context(closing(Attacker(registry.endpoint, keys)))
-                for question in range(20):
-                    attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
-            await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
-            assert registry.statistics().waiting_lookups == 32
+            attacker = await look_up_over_the_share(stack, registry, keys)
             await honest.go_on()
             too_long = encode(Lookup(instance="x", timeout_s=60.0)).replace(
                 msgspec.msgpack.encode(60.0), msgspec.msgpack.encode(61.0)
@@ -247,12 +253,7 @@ async def test_connections_of_one_host_share_the_lookups_that_wait(monkeypatch: 
     monkeypatch.setattr(table, "MAX_WAITING", 64)
     async with kvflow.Registry("tcp://127.0.0.1:0") as registry:
         with ExitStack() as stack:
-            for number in range(4):
-                attacker = stack.enter_context(closing(Attacker(registry.endpoint, None)))
-                for question in range(20):
-                    attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
-            await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
-            assert registry.statistics().waiting_lookups == 32
+            await look_up_over_the_share(stack, registry, None)
 
 
 async def test_an_insider_makes_no_instance_incomplete() -> None:

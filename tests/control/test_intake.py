@@ -266,7 +266,7 @@ async def test_nobody_is_accepted_from_the_moment_that_much_is_left(
     with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
         intake = server.listener._intake
         await anyio.to_thread.run_sync(send_mib, raw, 2)
-        await until(lambda: any(intake.has_left(fd) > channel.MUCH_BYTES for fd in intake._taken))
+        await until(lambda: any(intake.bytes_left(fd) > channel.MUCH_BYTES for fd in intake._taken))
         assert not server.listener._is_paused
         if is_cut:
             intake.cut(next(iter(intake._taken)), "a reason")
