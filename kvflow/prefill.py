@@ -203,15 +203,21 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._rejections = RejectionLimiter(self._listener.names_of, self._ports.now)
         self._authorizer = Authorizer(self._context, self._trust, self._listener.names_of, self._core.peer_at)
-        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, self._authorizer.principal_of)
+        principal_of = self._authorizer.principal_of
+        self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
         self._reading = OrderedReading(
-            REQUESTS, self._reading_context, self._authorizer.principal_of, self._take, self._reject
+            REQUESTS, self._reading_context, principal_of, self._take, self._reject, self._postpone
         )
+        self._publish(backend.name)
+        self._resources.callback(self._unregister)
+
+    def _publish(self, backend: str) -> None:
+        """Register this rank, or answer lookups of its instance if there is no registry."""
         record = RankRecord(
             peer=self.me,
             num_ranks=self.config.num_ranks,
             endpoint=self.endpoint,
-            backend=backend.name,
+            backend=backend,
             layout=self.layout,
         )
         if self._registry is not None:
@@ -226,7 +232,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
                 record,
             )
             self._resources.callback(self._directory.close)
-        self._resources.callback(self._unregister)
 
     @override
     def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
@@ -306,8 +311,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if not is_too_much and not (unread.kind in DIRECTORY_KINDS and self._is_dropped(connection, unread)):
             self._reading.take(connection, unread)
         elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
-            is_repeated = unread.kind in (Hello, SealedRegister)
-            self._rejections.add(connection, len(unread.data), is_repeated=is_repeated)
+            if unread.kind in (Hello, SealedRegister):
+                self._postpone(connection, unread)
+            else:
+                self._rejections.add(connection, len(unread.data))
 
     def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
         """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
@@ -358,6 +365,14 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
         )
         self._rejections.add(connection, num_bytes)
+
+    def _postpone(self, connection: bytes, unread: Unread) -> None:
+        """Count a message over a budget that honest peers repeat, for its connection only.
+
+        Raises:
+            RemoteProtocolError: It is far more than an honest peer repeats, and the connection must be closed.
+        """
+        self._rejections.add(connection, len(unread.data), is_repeated=True)
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send a message. If that fails, the message is lost: it is retransmitted if it matters, or the lease ends."""

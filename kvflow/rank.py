@@ -184,7 +184,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             log=self._log,
             anomalies=self._anomalies,
         )
-        self._reading_context = ReadingContext(self._ports, self._anomalies.count, self._tasks.start)
+        self._reading_context = ReadingContext(self._ports, self._anomalies, self._tasks.start)
         self._arrived: YieldingQueue[BackendEvent] = YieldingQueue(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
         self._transfers: dict[RoomId, AnyTransfer] = {}
         self._num_unsettled = 0
@@ -585,6 +585,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             timers=counts.timers,
             peers=counts.peers,
             anomalies=dict(self._anomalies.counts),
+            postponed=dict(self._anomalies.postponed),
             times=self._times,
             loop_lag=dataclasses.replace(self._loop_lag),
             staging=StagingStatistics(

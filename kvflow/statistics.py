@@ -49,6 +49,7 @@ class RankStatistics(NamedTuple):
         timers: Active timers; each known peer has one or two.
         peers: Known peers.
         anomalies: Ignored messages, by kind.
+        postponed: Messages over a budget, by kind. Their senders repeat them: this is load, not abuse.
         times: How long each stage has taken so far.
         loop_lag: How late the rank's timers ran. Large values mean that the event loop is starved by a callback, by a
             thread that holds the GIL, or by another process on its CPU.
@@ -66,6 +67,7 @@ class RankStatistics(NamedTuple):
     timers: int
     peers: int
     anomalies: dict[str, int]
+    postponed: dict[str, int]
     times: StageTimes
     loop_lag: Duration
     staging: StagingStatistics

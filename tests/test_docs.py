@@ -283,6 +283,7 @@ def test_every_deadline_is_explained_with_its_default() -> None:
 
 
 ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|_anomaly|_answer_closed)\([^"()]*"([a-z_]+)\"""")
+POSTPONED = re.compile(r"""anomalies\.postpone\("([a-z_]+)\"""")
 EVENT = re.compile(r"""(?:\.(?:info|warning|error)|LogEvent|log_loss)\(\s*"([a-z_]+)\"""")
 NAMED_ELSEWHERE = {
     *("send_failed", "send_finished", "receive_failed", "receive_finished"),
@@ -306,6 +307,11 @@ def test_every_anomaly_is_explained() -> None:
     found = {name for source in sources for name in ANOMALY.findall(source)}
     assert len(found) > 10
     assert not found - explained
+
+
+def test_every_postponed_message_is_explained() -> None:
+    explained = set(names_in_first_column(chapter_of(LOG_EVENTS, "Postponed messages")))
+    assert explained == {name for path in SOURCES for name in POSTPONED.findall(path.read_text())}
 
 
 def test_every_reason_is_explained() -> None:

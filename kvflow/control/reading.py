@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Ports
 from kvflow.wire.codec import Reader, Unread
 from kvflow.wire.messages import Message
@@ -35,13 +36,13 @@ class ReadingContext:
 
     Attributes:
         ports: The rank's external dependencies, such as threads.
-        count: Counts an anomaly, given its kind and details.
+        anomalies: Counts what is not parsed as it should be.
         start_task: Starts a task that ends with the rank at the latest.
         turn: Lets one message be parsed at a time, in first-in, first-out order.
     """
 
     ports: Ports
-    count: Callable[..., None]
+    anomalies: AnomalyLog
     start_task: Callable[..., object]
     turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
@@ -82,7 +83,8 @@ class OrderedReading(Generic[Read]):
         context: Threads and tasks.
         principal_of: Returns the principal of a connection.
         on_message: Called with a connection, its next message and the message's size in bytes.
-        on_refused: Called with a connection, the reason why its next message is malformed or dropped, and its size.
+        on_refused: Called with a connection, the reason why its next message is malformed, and its size.
+        on_postponed: Called with a connection and a message of it that is dropped, because too many are queued.
     """
 
     def __init__(
@@ -92,12 +94,14 @@ class OrderedReading(Generic[Read]):
         principal_of: Callable[[bytes], str],
         on_message: Callable[[bytes, Read, int], None],
         on_refused: Callable[[bytes, RemoteProtocolError, int], None],
+        on_postponed: Callable[[bytes, Unread], None],
     ) -> None:
         self._reader = reader
         self._context = context
         self._principal_of = principal_of
         self._on_message = on_message
         self._on_refused = on_refused
+        self._on_postponed = on_postponed
         self._lines: dict[str, _UnreadMessages] = {}
 
     def take(self, connection: bytes, unread: Unread) -> None:
@@ -114,8 +118,8 @@ class OrderedReading(Generic[Read]):
             line = self._lines[principal] = _UnreadMessages()
             self._context.start_task(self._work_off, principal, line)
         if line.num_bytes + len(unread.data) > MAX_WAITING_BYTES:
-            error = RemoteProtocolError("too much waits behind long messages", num_bytes=line.num_bytes)
-            self._on_refused(connection, error, len(unread.data))
+            self._context.anomalies.postpone("message_over_budget", num_bytes=line.num_bytes)
+            self._on_postponed(connection, unread)
             return
         line.put(connection, unread)
 
@@ -158,5 +162,5 @@ class OrderedReading(Generic[Read]):
         try:
             return await result
         except ThreadShortage as error:
-            self._context.count("thread_shortage", detail=str(error))
+            self._context.anomalies.count("thread_shortage", detail=str(error))
             return self._reader.read(unread)

@@ -11,7 +11,7 @@ from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnObstacle, ignore_obstacle
 from kvflow.rate_limiter import RateLimiter
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import Reader, encode
+from kvflow.wire.codec import Reader, Unread, encode
 from kvflow.wire.messages import (
     Lookup,
     Message,
@@ -87,7 +87,7 @@ class RegistryClient:
         self._is_closed = False
         self._obstacle: str | None = None
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
-        self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject)
+        self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject, self._postpone)
         self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
         self._connection = context.ports.control.connect(
             endpoint,
@@ -157,7 +157,7 @@ class RegistryClient:
             self._registration.send()
 
     def _count(self, kind: str, detail: str, peer: PeerId | None = None) -> None:
-        self._context.count(kind, peer, registry=self._endpoint, detail=detail)
+        self._context.anomalies.count(kind, peer, registry=self._endpoint, detail=detail)
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
@@ -166,12 +166,16 @@ class RegistryClient:
             self._count("message_rejected", str(error))
             return
         if unread.is_long and not self._long_answers.take(None, self._context.ports.now(), len(unread.data)):
-            self._count("records_over_budget", f"{len(unread.data)} bytes")
+            self._postpone(b"", unread)
             return
         self._reading.take(b"", unread)
 
     def _reject(self, _connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
         self._count("message_rejected", str(error))
+
+    def _postpone(self, _connection: bytes, unread: Unread) -> None:
+        """Drop records that are over the budget. They are requested again."""
+        self._context.anomalies.postpone("records_over_budget", registry=self._endpoint, num_bytes=len(unread.data))
 
     def _take(self, _connection: bytes, message: Answer | Records, _num_bytes: int) -> None:
         if self._is_closed:

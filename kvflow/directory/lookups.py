@@ -86,7 +86,7 @@ class Directories:
             try:
                 self._client_at(instance).look_up(instance.name, number)
             except Shortage as error:  # the next lookup may get a socket
-                self._context.count("descriptor_shortage", detail=str(error))
+                self._context.anomalies.count("descriptor_shortage", detail=str(error))
                 self._on_refused(instance, str(error), True)
         elif self._registry is not None:
             self._registry.look_up(instance, number)

@@ -30,11 +30,13 @@ class RegistryStatistics(NamedTuple):
         ranks: Number of registered ranks.
         waiting_lookups: Number of lookups that wait for an instance to be complete.
         anomalies: Number of ignored messages, by kind.
+        postponed: Number of messages over a budget, by kind. Their senders repeat them.
     """
 
     ranks: int
     waiting_lookups: int
     anomalies: dict[str, int]
+    postponed: dict[str, int]
 
 
 class Registry:
@@ -129,7 +131,9 @@ class Registry:
         if self._listener is None:
             raise LocalProtocolError("registry is not open")
         table = self._directory.table
-        return RegistryStatistics(table.num_ranks, table.num_waiting, dict(self._anomalies.counts))
+        return RegistryStatistics(
+            table.num_ranks, table.num_waiting, dict(self._anomalies.counts), dict(self._anomalies.postponed)
+        )
 
     def _refused(self, kind: str, detail: str) -> None:
         self._anomalies.count(kind, detail=detail)

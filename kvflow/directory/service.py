@@ -101,7 +101,7 @@ class DirectoryService:
             return False
         if self._registers.take(self._taker(connection), self._now(), len(unread.data)):
             return False
-        self._anomalies.count("register_over_budget")
+        self._anomalies.postpone("register_over_budget")
         return True
 
     def take(self, connection: bytes, message: DirectoryMessage) -> None:
@@ -139,7 +139,7 @@ class DirectoryService:
             return
         taker = principal_of(self._names_of(connection)) or self._host_of(connection)
         if not self.table.may_wait(instance, connection, taker):
-            self._anomalies.count("lookup_over_share", prefill=instance)
+            self._anomalies.postpone("lookup_over_share", prefill=instance)
         self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, taker))
 
     def withdraw(self) -> None:
@@ -241,11 +241,11 @@ class DirectoryService:
         return True
 
     def _may_be_told(self, connection: bytes, answer: SealedRecords) -> bool:
-        """Return whether the receiver's budget permits these records; count an anomaly if not."""
+        """Return whether the receiver's budget permits these records; count the lookup if not."""
         num_bytes = sum(record.num_bytes for record in answer.records)
         if self._answers.take(self._taker(connection), self._now(), num_bytes):
             return True
-        self._anomalies.count("lookup_over_budget", prefill=str(answer.instance))
+        self._anomalies.postpone("lookup_over_budget", prefill=str(answer.instance))
         return False
 
 

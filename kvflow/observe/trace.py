@@ -264,10 +264,15 @@ class AnomalyLog:
         log: Where to log.
         clock: Returns monotonic seconds.
         interval_s: Minimum interval between two lines for one kind and peer.
+
+    Attributes:
+        counts: Number of anomalies, by kind.
+        postponed: Number of messages over a budget, by kind. Honest peers send them, too, and repeat them.
     """
 
     def __init__(self, log: BoundLogger, clock: Callable[[], float], interval_s: float = 1.0) -> None:
         self.counts: dict[str, int] = {}
+        self.postponed: dict[str, int] = {}
         self._log = log
         self._clock = clock
         self._interval_s = interval_s
@@ -276,7 +281,16 @@ class AnomalyLog:
 
     def count(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
         """Count an anomaly, and log it unless one of its kind was logged for this peer within the interval."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
+        self._count(self.counts, logging.WARNING, kind, peer, values)
+
+    def postpone(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
+        """Count a message that is over a budget and that its sender repeats; log it as `count` does, but at INFO."""
+        self._count(self.postponed, logging.INFO, kind, peer, values)
+
+    def _count(
+        self, counts: dict[str, int], level: int, kind: str, peer: PeerId | None, values: Mapping[str, object]
+    ) -> None:
+        counts[kind] = counts.get(kind, 0) + 1
         now = self._clock()
         if now - self._logged_at.get((kind, peer), -math.inf) < self._interval_s:
             return
@@ -285,8 +299,8 @@ class AnomalyLog:
         if len(self._logged_at) >= MAX_SOURCES:
             self._logged_at.clear()
         self._logged_at[kind, peer] = now
-        known = {"peer": None if peer is None else str(peer), **values, "count": self.counts[kind]}
-        self._log.warning(kind, **_shorten_all({name: value for name, value in known.items() if value is not None}))
+        known = {"peer": None if peer is None else str(peer), **values, "count": counts[kind]}
+        self._log.log(level, kind, **_shorten_all({name: value for name, value in known.items() if value is not None}))
 
     def log(self, level: int, name: str, values: Mapping[str, object]) -> None:
         """Log an event that peers can cause at will, unless the limit of lines with that name is reached.

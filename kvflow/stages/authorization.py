@@ -78,8 +78,10 @@ class Authorizer:
             is_within = self._hellos.take(principal, now) and self._hello_bytes.take(principal, now, len(unread.data))
         else:
             is_within = self._strangers.take(principal or connection, now)
-        if not is_within:
-            self._context.anomalies.count("hello_over_budget" if is_hello else "stranger_over_budget")
+        if not is_within and is_hello:
+            self._context.anomalies.postpone("hello_over_budget")
+        elif not is_within:
+            self._context.anomalies.count("stranger_over_budget")
         return not is_within
 
     def denial(self, connection: bytes, message: AnyMessage) -> str:

@@ -84,7 +84,7 @@ async def test_an_insider_who_says_hello_without_end_starves_only_itself(backend
                     attacker.say(hello_to(deployment, number))
                 if number % 64 == 0:
                     await anyio.lowlevel.checkpoint()
-            await until(lambda: prefill.statistics().anomalies.get("hello_over_budget"))
+            await until(lambda: prefill.statistics().postponed.get("hello_over_budget"))
             await honest.go_on()
             assert prefill.statistics().peers < 2 * HELLOS_AT_ONCE
 
@@ -135,7 +135,7 @@ async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_it
                 with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
                     attacker.connection.send(hello)
                 await anyio.lowlevel.checkpoint()
-            assert prefill.statistics().anomalies["hello_over_budget"]
+            assert prefill.statistics().postponed["hello_over_budget"]
             await honest.go_on()
 
 
@@ -230,7 +230,7 @@ async def look_up_over_the_share(stack: ExitStack, registry: kvflow.Registry, ke
         attacker = stack.enter_context(closing(Attacker(registry.endpoint, keys)))
         for question in range(20):
             attacker.say(Lookup(instance=f"{number}-{question}", timeout_s=60.0))
-    await until(lambda: registry.statistics().anomalies.get("lookup_over_share", 0) == 48)
+    await until(lambda: registry.statistics().postponed.get("lookup_over_share", 0) == 48)
     assert registry.statistics().waiting_lookups == 32
     return attacker
 

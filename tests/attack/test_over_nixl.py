@@ -283,7 +283,7 @@ async def test_a_flood_of_hellos_starves_only_its_sender(monkeypatch: pytest.Mon
                 with suppress(kvflow.Unreachable):
                     attacker.say(hello_of(deployment, agents[0].alias(agent_name(other(rank))), rank))
             await anyio.lowlevel.checkpoint()
-        await until(lambda: prefill.statistics().anomalies.get("hello_over_budget"))
+        await until(lambda: prefill.statistics().postponed.get("hello_over_budget"))
         await honest.go_on()
         assert prefill.statistics().peers <= 17
         for attacker in attackers:

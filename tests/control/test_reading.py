@@ -12,8 +12,10 @@ import pytest
 from kvflow.control import reading
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.observe.logs import get_logger
+from kvflow.observe.trace import AnomalyLog
 from kvflow.system import system_ports
-from kvflow.wire.codec import LONG_BYTES, Reader, encode
+from kvflow.wire.codec import LONG_BYTES, Reader, Unread, encode
 from kvflow.wire.messages import Notice, Ping
 from tests.support.cores import PREFILL
 from tests.support.waiting import until
@@ -50,18 +52,16 @@ class Ends:
 
     def __init__(self, start_task: Callable[..., object], run_in_thread: Any) -> None:
         self.told: list[Told] = []
-        self.counts: list[str] = []
-        self.context = ReadingContext(
-            replace(system_ports(), run_in_thread=run_in_thread), lambda kind, **_: self.counts.append(kind), start_task
+        self.postponed: list[bytes] = []
+        ports = replace(system_ports(), run_in_thread=run_in_thread)
+        self.anomalies = AnomalyLog(get_logger(), ports.now)
+        self.context = ReadingContext(ports, self.anomalies, start_task)
+        self.reading = OrderedReading(
+            KINDS, self.context, lambda one: one[:1].decode(), self._take, self._refuse, self._postpone
         )
-        self.reading = OrderedReading(KINDS, self.context, lambda one: one[:1].decode(), self._take, self._refuse)
 
     def say(self, connection: bytes, data: bytes) -> None:
         self.reading.take(connection, KINDS.look([data]))
-
-    def say_without_end(self, connection: bytes, data: bytes) -> None:
-        while True:
-            self.say(connection, data)
 
     def _take(self, connection: bytes, message: Ping | Notice, _num_bytes: int) -> None:
         self.told.append((connection, type(message).__name__))
@@ -69,6 +69,9 @@ class Ends:
     def _refuse(self, connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
         self.told.append((connection, error.message))
         raise RemoteProtocolError("break the connection")
+
+    def _postpone(self, connection: bytes, _unread: Unread) -> None:
+        self.postponed.append(connection)
 
 
 @asynccontextmanager
@@ -118,15 +121,14 @@ async def test_what_waits_has_a_bound_for_each_principal(monkeypatch: pytest.Mon
     async with ends(slow) as one:
         one.say(b"a1", long())
         one.say(b"a2", long())
-        with pytest.raises(RemoteProtocolError, match="break"):
-            one.say(b"a3", long())
-        with pytest.raises(RemoteProtocolError, match="break"):
-            one.say_without_end(b"a1", PING)
+        one.say(b"a3", long())
+        while len(one.postponed) < 2:
+            one.say(b"a1", PING)
         one.say(b"b1", long())
         for _ in range(3):
             slow.may_go_on.release()
-    refused = [connection for connection, what in one.told if "waits" in what]
-    assert refused == [b"a3", b"a1"]
+    assert one.postponed == [b"a3", b"a1"]
+    assert (one.anomalies.counts, one.anomalies.postponed) == ({}, {"message_over_budget": 2})
     assert [connection for connection, what in one.told if what == "Notice"] == [b"a1", b"b1", b"a2"]
 
 
@@ -145,4 +147,4 @@ async def test_without_threads_it_is_read_on_the_event_loop() -> None:
 
     async with ends(none_left) as one:
         one.say(b"a1", long())
-    assert (one.told, one.counts) == ([(b"a1", "Notice")], ["thread_shortage"])
+    assert (one.told, one.anomalies.counts) == ([(b"a1", "Notice")], {"thread_shortage": 1})

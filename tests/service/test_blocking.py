@@ -428,7 +428,7 @@ def test_a_registry_is_opened_once_and_again_after_closing() -> None:
     for _ in range(2):
         with registry:
             assert registry.endpoint.startswith("tcp://127.0.0.1:")
-            assert registry.statistics() == (0, 0, {})
+            assert registry.statistics() == (0, 0, {}, {})
             with pytest.raises(LocalProtocolError, match="registry is already open"):
                 registry.__enter__()
         with pytest.raises(LocalProtocolError, match="not open"):

@@ -13,7 +13,7 @@ __all__ = ["reading_context"]
 def reading_context(log: BoundLogger, start_task: Callable[..., None] | None = None) -> ReadingContext:
     """Return a context with the system's ports; for short messages only, unless `start_task` is given."""
     ports = system_ports()
-    return ReadingContext(ports, AnomalyLog(log, ports.now).count, start_task or _start_none)
+    return ReadingContext(ports, AnomalyLog(log, ports.now), start_task or _start_none)
 
 
 def _start_none(run: Callable[..., Awaitable[None]], *_arguments: object) -> None:
