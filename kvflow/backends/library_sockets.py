@@ -23,9 +23,23 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvflow.backends.sockets import listening_ports
 
-__all__ = ["CHECK_S", "SILENT_S", "LibrarySockets", "SilentConnection", "find_epolls", "opened", "shut_down"]
+__all__ = [
+    "CHECK_S",
+    "SILENT_S",
+    "Address",
+    "Carried",
+    "LibrarySockets",
+    "SilentConnection",
+    "find_epolls",
+    "opened",
+    "remote_end",
+    "shut_down",
+]
 
 Made = TypeVar("Made")
+
+Address = tuple[bytes, int]
+"""An end of a connection: the host in network byte order, and the port."""
 
 DESCRIPTORS: Final = Path("/proc/self/fd")
 DETAILS: Final = Path("/proc/self/fdinfo")
@@ -47,9 +61,9 @@ SILENT_S: Final = 4.0
 KEEPALIVE: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 """An idle connection is probed after 2 s, and closed when it has not answered for 3 s."""
 
-INFO: Final = struct.Struct("=BxB21xI28xI")
-"""Fields of Linux's `tcp_info`: the state, consecutive retransmissions, unacknowledged segments, and milliseconds since
-the last acknowledgement."""
+INFO: Final = struct.Struct("=BxB21xI28xI60xQ")
+"""Fields of Linux's `tcp_info`: the state, consecutive retransmissions, unacknowledged segments, milliseconds since the
+last acknowledgement, and acknowledged bytes."""
 
 ESTABLISHED: Final = 1
 CLOSE_WAIT: Final = 8
@@ -72,6 +86,25 @@ class SilentConnection(NamedTuple):
     silent_s: float
 
 
+class Carried(NamedTuple):
+    """What a connection has carried to its other end.
+
+    Attributes:
+        host: Remote address in network byte order.
+        port: Remote port.
+        num_bytes: Acknowledged bytes.
+    """
+
+    host: bytes
+    port: int
+    num_bytes: int
+
+    @property
+    def address(self) -> str:
+        """Remote address, like "10.0.0.1:4000"."""
+        return f"{ipaddress.ip_address(self.host)}:{self.port}"
+
+
 class LibrarySockets:
     """The TCP connections that a library's epoll instances watch. Used on one thread.
 
@@ -82,12 +115,14 @@ class LibrarySockets:
         ports: Ports on which connections from peers were accepted.
         hosts: Remote hosts of all connections so far, in network byte order.
         is_sending: Whether data was unacknowledged when `close_silent` last looked.
+        carried: What each connection had carried by then; None if that is unknown.
     """
 
     def __init__(self, epolls: Collection[int]) -> None:
         self.ports: set[int] = set()
         self.hosts: set[bytes] = set()
         self.is_sending = False
+        self.carried: list[Carried] | None = None
         self._epolls = tuple(epolls)
         self._prepared: set[int] = set()
 
@@ -127,22 +162,32 @@ class LibrarySockets:
         self._prepared &= watched.keys()
         closed = []
         self.is_sending = False
+        carried = []
         for inode, fd in watched.items():
             with opened(fd, inode) as found:
                 if found is None or found.family not in INTERNET:
                     continue
                 if inode not in self._prepared and self._prepare(found):
                     self._prepared |= {inode}
-                state, retransmits, num_unacked, silent_ms = _info(found)
+                state, retransmits, num_unacked, silent_ms, num_acked = _info(found)
+                end = remote_end(found)
+                if end is not None:
+                    carried.append(Carried(*end, num_acked))
                 if state not in (ESTABLISHED, CLOSE_WAIT) or not num_unacked:
                     continue
                 self.is_sending = True
                 is_silent = retransmits >= MIN_RETRANSMITS and silent_ms >= SILENT_S * 1e3
-                if is_silent and (address := _remote(found)) is not None:
-                    closed.append(SilentConnection(address, silent_ms / 1e3))
+                if is_silent and end is not None:
+                    closed.append(SilentConnection(carried[-1].address, silent_ms / 1e3))
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
                     shut_down(found)
+        self.carried = carried if watched else None
         return closed
+
+    def carried_to(self, host: str) -> list[Carried]:
+        """Return what was carried over the connections with a host; over all if it is a name."""
+        wanted = _packed_host(host)
+        return [one for one in self.carried or () if wanted in (b"", one.host)]
 
     def ends_at(self, host: str) -> tuple[bytes, ...]:
         """Return the local ends of established connections with a host; of all if it is a name."""
@@ -158,10 +203,7 @@ class LibrarySockets:
                 shut_down(found)
 
     def _with(self, host: str) -> Iterator[socket.socket]:
-        try:
-            wanted = ipaddress.ip_address(host.strip("[]")).packed
-        except ValueError:
-            wanted = b""
+        wanted = _packed_host(host)
         for inode, fd in self.watched().items():
             with opened(fd, inode) as found:
                 if found is None or found.family not in INTERNET:
@@ -233,18 +275,27 @@ def shut_down(found: socket.socket) -> None:
             raise
 
 
-def _remote(found: socket.socket) -> str | None:
+def remote_end(found: socket.socket) -> Address | None:
+    """Return the remote end of a connection; None if there is none, or none yet."""
     try:
-        host, port = found.getpeername()[:2]
-    except OSError:  # it has just ended
+        end = _packed(found.family, found.getpeername())
+    except OSError:
         return None
-    return f"{host}:{port}"
+    return end[:-2], int.from_bytes(end[-2:], "big")
 
 
-def _info(found: socket.socket) -> tuple[int, int, int, int]:
+def _info(found: socket.socket) -> tuple[int, int, int, int, int]:
     """Return the fields of `INFO`; zeros if the kernel does not show them."""
     info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO.size) if hasattr(socket, "TCP_INFO") else b""
-    return INFO.unpack(info) if len(info) == INFO.size else (0, 0, 0, 0)
+    return INFO.unpack(info) if len(info) == INFO.size else (0, 0, 0, 0, 0)
+
+
+def _packed_host(host: str) -> bytes:
+    """Return an address in network byte order; empty if it is a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).packed.removeprefix(MAPPED)
+    except ValueError:
+        return b""
 
 
 def _packed(family: int, address: tuple[str, int]) -> bytes:

@@ -196,7 +196,7 @@ async def test_the_owner_sleeps_unless_something_is_under_way(monkeypatch: pytes
         await source.take_ends()
         await until(lambda: waits[-1] is None)
         with monkeypatch.context() as patch:  # as if something were unacknowledged
-            patch.setattr(library_sockets, "_info", lambda _: (library_sockets.ESTABLISHED, 0, 1, 0))
+            patch.setattr(library_sockets, "_info", lambda _: (library_sockets.ESTABLISHED, 0, 1, 0, 0))
             source.backend.watch(active=False)
             await until(lambda: waits[-3:] == [check_s] * 3)
         source.backend.watch(active=True)

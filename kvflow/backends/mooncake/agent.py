@@ -72,6 +72,7 @@ class Agent:
         self._window = window
         self._emit = delivery.put
         self._log = get_logger(agent=name)
+        self._other_paths = "shared memory within the host" if protocol == "tcp" else "RDMA"
         self._timeout_s = timeout_s
         self._ranges: tuple[MemoryRange, ...] = ()
         self._connections: dict[str, PeerConnection[WritingEngine]] = {}
@@ -131,6 +132,11 @@ class Agent:
                 engine.closed_at = time.monotonic()
                 self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
             self._is_settled &= not engine.sockets.is_sending
+        for peer, connection in self._connections.items():
+            sockets = connection.engine.sockets
+            if connection.path.can_be_told and sockets.carried is not None:
+                carried = sockets.carried_to(connection.host)
+                connection.path.tell(self._log, peer, carried, self._other_paths, may_be_more=sockets.is_sending)
 
     def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Return the engine to connect a peer through; call `give_back` afterwards.

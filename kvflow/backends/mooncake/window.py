@@ -18,6 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.backends.mooncake.address import host_of
+from kvflow.backends.observed_path import ObservedPath
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["PeerConnection", "PostInFlight", "Writer"]
@@ -76,6 +77,7 @@ class PostInFlight:
         error: The first error.
         lingers: Its bytes may land after everything has ended here.
         is_in_doubt: A `PostInDoubt` was emitted for it.
+        num_bytes: Bytes to move.
     """
 
     def __init__(self, post_id: int, descriptors: Descriptors) -> None:
@@ -87,6 +89,7 @@ class PostInFlight:
         self._src = descriptors.src
         self._dst = descriptors.dst
         self._next = 0
+        self.num_bytes = descriptors.num_bytes
 
     @property
     def is_submitted(self) -> bool:
@@ -113,6 +116,7 @@ class PeerConnection(Generic[AnyWriter]):
 
     Attributes:
         engine: The engine it writes through.
+        path: The path that its writes take.
         is_leaving: Remove the connection once it is not active.
 
     Args:
@@ -134,6 +138,7 @@ class PeerConnection(Generic[AnyWriter]):
     ) -> None:
         self.is_leaving = False
         self.engine = engine
+        self.path = ObservedPath()
         self._session = session
         self._max_running = max_running
         self._timeout_s = timeout_s
@@ -227,6 +232,8 @@ class PeerConnection(Generic[AnyWriter]):
         """Report the state of a post that will start no more descriptors."""
         if not post.num_running:
             del self._unended[post.post_id]
+            if post.error is None:
+                self.path.count(post.num_bytes)
             self._emit([PostEnded(post.post_id, post.error, post.lingers)])
         elif post.error is not None and not post.is_in_doubt:
             post.is_in_doubt = True

@@ -27,12 +27,13 @@ from typing import Any, Final
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.backends.delivery import EventDelivery
-from kvflow.backends.library_sockets import CHECK_S, LibrarySockets
+from kvflow.backends.library_sockets import CHECK_S, Address, LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text, load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
-from kvflow.backends.nixl.outgoing import ANSWER_S, Address, InUse, OutgoingSockets, StaleConnections
+from kvflow.backends.nixl.outgoing import ANSWER_S, InUse, OutgoingSockets, StaleConnections
+from kvflow.backends.nixl.paths import paths_besides_tcp
 from kvflow.backends.nixl.posts import NativeEndpoint, NativeWrite, PostQueue, PreparedLists, Write, joined
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
@@ -91,6 +92,7 @@ class NixlAgent:
         self._running: dict[int, NativeWrite] = {}
         self._in_doubt: dict[int, NativeWrite] = {}
         self._failed: dict[int, NativeWrite] = {}
+        self._other_paths = " or ".join(paths_besides_tcp(plugin))
         self._name = name
         self._blobs: set[bytes] = set()
         self._connections: dict[str, NativeEndpoint] = {}
@@ -189,7 +191,8 @@ class NixlAgent:
             connection.has_erred = True
             self._emit([PostEnded(write.post_id, error_text(error)) for write in writes])
             return None
-        post = NativeWrite(tuple(write.post_id for write in writes), connection, handle, self._num_posts)
+        num_bytes = sum(write.num_bytes for write in writes)
+        post = NativeWrite(tuple(write.post_id for write in writes), connection, handle, self._num_posts, num_bytes)
         self._num_posts += 1
         return post
 
@@ -372,6 +375,7 @@ class NixlAgent:
             return
         self._running.pop(post.number, None)
         post.connection.is_used = True
+        post.connection.path.count(post.num_bytes)
         self._end(post, None)
         if self._has_fences:
             self._end_fenced(post)
@@ -466,6 +470,12 @@ class NixlAgent:
         for agent in self._agents:
             for address, silent_s in self._agents.outgoing(agent).close_silent():
                 self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
+        for connection in self._connections.values():
+            sockets = self._agents.outgoing(connection.agent)
+            if connection.path.can_be_told and sockets.carried is not None:
+                carried = [one for one in sockets.carried if one[:2] in connection.opened.values()]
+                may_be_more = sockets.is_sending or connection.is_written  # over connections that the peer has opened
+                connection.path.tell(self._log, connection.peer, carried, self._other_paths, may_be_more=may_be_more)
 
     def _look_at_left_open(self) -> None:
         now = time.monotonic()

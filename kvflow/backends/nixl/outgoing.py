@@ -18,15 +18,14 @@ belongs to a connected peer, or whose peer is known to write here.
 Source: nixl 1.5.1 (UCX 1.23) on Linux.
 """
 
-import socket
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvflow.backends.library_sockets import INTERNET, MAPPED, LibrarySockets, opened, shut_down
+from kvflow.backends.library_sockets import INTERNET, Address, LibrarySockets, opened, remote_end, shut_down
 from kvflow.backends.sockets import listening_ports, remote_ends
 
-__all__ = ["ANSWER_S", "Address", "InUse", "OutgoingSockets", "StaleConnections"]
+__all__ = ["ANSWER_S", "InUse", "OutgoingSockets", "StaleConnections"]
 
 ANSWER_S: Final = 1.0
 """Seconds a peer has to answer the first connection before that connection is shut down."""
@@ -39,9 +38,6 @@ RETRY_S: Final = 10e-3
 
 RARELY_S: Final = 0.5
 """Seconds between checks while no connection may be shut down."""
-
-Address = tuple[bytes, int]
-"""Remote address of a connection: the host in network byte order, and the port."""
 
 
 class OutgoingSockets(LibrarySockets):
@@ -78,7 +74,7 @@ class OutgoingSockets(LibrarySockets):
         for inode, fd in unknown.items():
             with opened(fd, inode) as found:
                 if found is not None and found.family in INTERNET and found.getsockname()[1] not in self._own_ports:
-                    ends[inode] = _other_end(found)
+                    ends[inode] = remote_end(found)
                     if ends[inode] is None:
                         connecting.append(inode)
         for inode in connecting:
@@ -195,15 +191,6 @@ class StaleConnections:
         self._left = [left for left in self._left if left not in over]
         self._look_at = min((left.look_at for left in self._left), default=float("inf"))
         self.peers = frozenset(left.peer for left in self._left if left.quiet_from is None)
-
-
-def _other_end(found: socket.socket) -> Address | None:
-    """Return the remote address of a connection; None while it is being opened."""
-    try:
-        host, port = found.getpeername()[:2]
-    except OSError:
-        return None
-    return socket.inet_pton(found.family, host.partition("%")[0]).removeprefix(MAPPED), port
 
 
 def _ends_in_table(connecting: Collection[int]) -> dict[int, Address]:

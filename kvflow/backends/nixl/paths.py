@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-__all__ = ["can_be_seen", "describe_paths", "may_use_rdma"]
+__all__ = ["can_be_seen", "describe_paths", "may_use_rdma", "paths_besides_tcp"]
 
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 SEEN: Final = frozenset({"tcp", "cma", "self", "shm", "sm", "mm", "posix", "sysv"})
@@ -49,19 +49,28 @@ def describe_paths(plugin: str, environment: Mapping[str, str] = os.environ, dev
         environment: Environment variables that UCX reads.
         devices: Directory in which the kernel lists RDMA devices.
     """
+    paths = paths_besides_tcp(plugin, environment, devices)
     if plugin != "UCX":
-        return plugin
+        return ", ".join(paths)
     chosen = {name.strip() for name in environment.get("UCX_TLS", "all").split(",")}
-    found = sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
-    paths = []
-    if chosen != {"tcp"}:
-        paths.append("shared memory within the host")
-    if may_use_rdma(environment, devices):
-        paths.append(f"RDMA over {', '.join(found)}")
     if chosen & {"tcp", "all"} or any(name.startswith("^") for name in chosen):
         paths.append("TCP")
     settings = [f"{name}={environment[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in environment]
     return ", ".join(paths) + (f" ({', '.join(settings)})" if settings else "")
+
+
+def paths_besides_tcp(
+    plugin: str, environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES
+) -> list[str]:
+    """Return those of the paths of `describe_paths` that are not TCP."""
+    if plugin != "UCX":
+        return [plugin]
+    paths = []
+    if {name.strip() for name in environment.get("UCX_TLS", "all").split(",")} != {"tcp"}:
+        paths.append("shared memory within the host")
+    if may_use_rdma(environment, devices):
+        paths.append(f"RDMA over {', '.join(sorted(device.name for device in devices.iterdir()))}")
+    return paths
 
 
 def can_be_seen(

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvflow.backends.base import PostEnded, PostInDoubt
+from kvflow.backends.observed_path import ObservedPath
 from kvflow.geometry.blocks import BlockLists, Blocks
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
@@ -156,6 +157,7 @@ class NativeEndpoint:
         opened: Remote addresses of the TCP connections opened for it, by inode.
         opened_at: Monotonic seconds.
         is_written: True if the peer has written here.
+        path: The path that its writes take.
     """
 
     peer: str
@@ -168,6 +170,7 @@ class NativeEndpoint:
     has_erred: bool = False
     has_failed: bool = False
     is_written: bool = False
+    path: ObservedPath = field(default_factory=ObservedPath)
 
 
 @dataclass(eq=False)
@@ -176,6 +179,7 @@ class NativeWrite:
 
     Attributes:
         number: Sequence number of the post within its agent.
+        num_bytes: Bytes to move.
         fence: Once the post is in doubt, the number of the first post that can prove that it has ended.
     """
 
@@ -183,6 +187,7 @@ class NativeWrite:
     connection: NativeEndpoint
     handle: Any
     number: int
+    num_bytes: int
     fence: int = 0
     error: str = ""
 
