@@ -1,13 +1,14 @@
 """Run a registry until interrupted."""
 
 import argparse
+import asyncio
 import signal
 import sys
-from collections.abc import Callable
-
-import anyio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from kvflow import ConfigError, Registry, Trust, configure_logging, load_trust
+from kvflow.cli.tasks import serving
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -31,26 +32,16 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """
-
-    def serve() -> int:
-        configure_logging(arguments.log)
-        trust = Trust.none() if arguments.plain else None
-        anyio.run(_serve, arguments.bind, arguments.advertise, load_trust(arguments.keys) if arguments.keys else trust)
-        return 0
-
-    return serve
+    return serving("kvflow registry", _opened(arguments))
 
 
-async def _serve(bind: str, advertise: str | None, trust: Trust | None) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-        async with Registry(bind, advertise, trust=trust) as registry:
-            print(registry.endpoint, flush=True)
-            async for received in signals:
-                if received is signal.SIGHUP:
-                    _reload(registry)
-                    continue
-                print(f"kvflow registry: stopped by {received.name}", file=sys.stderr)
-                return
+@asynccontextmanager
+async def _opened(arguments: argparse.Namespace) -> AsyncIterator[str]:
+    configure_logging(arguments.log)
+    trust = Trust.none() if arguments.plain else load_trust(arguments.keys) if arguments.keys else None
+    async with Registry(arguments.bind, arguments.advertise, trust=trust) as registry:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, registry)
+        yield registry.endpoint
 
 
 def _reload(registry: Registry) -> None:

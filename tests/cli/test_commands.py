@@ -39,10 +39,25 @@ def test_registry_serves_until_it_is_told_to_stop(sent: signal.Signals) -> None:
         assert process.stderr is not None
         endpoint = process.stdout.readline().strip()
         assert json.loads(process.stderr.readline())["endpoint"] == endpoint
+        process.send_signal(signal.SIGHUP)  # it continues with the keys that it has
         anyio.run(_register_and_find, endpoint)
         process.send_signal(sent)
         assert process.wait() == 0
-        assert f"stopped by {sent.name}" in process.stderr.read()
+        told = process.stderr.read()
+        assert f"stopped by {sent.name}" in told
+        assert "\nkvflow registry: " in f"\n{told.rpartition('kvflow registry: stopped')[0]}"
+
+
+def test_proxy_serves_until_it_is_told_to_stop() -> None:
+    command = [sys.executable, "-m", "kvflow.cli", "proxy", "--port", "0"]
+    command += ["--prefill", "http://127.0.0.1:9/", "--decode", "http://127.0.0.1:9"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.terminate()
+        assert process.wait() == 0
+        assert process.stderr.read() == "kvflow proxy: stopped by SIGTERM\n"
 
 
 async def _register_and_find(endpoint: str) -> None:

@@ -6,12 +6,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import aiohttp
 import anyio
 import pytest
 
 from kvflow.cli.main import main
+from kvflow.cli.serve.command import deployed
 from kvflow.cli.serve.server import Server, ServerFailed
-from kvflow.cli.serve.vllm import halves_of_cpus, pair, vllm_server
+from kvflow.cli.serve.vllm import halves_of_cpus, pair, router, vllm_server
 from tests.support.ports import unused_port
 
 pytestmark = pytest.mark.anyio
@@ -56,10 +58,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def server_of(script: str, place: Path) -> Server:
+def server_of(script: str, place: Path, name: str = "example") -> Server:
     port = unused_port()
     command = [sys.executable, "-c", script, str(port)]
-    return Server("example", command, {}, url=f"http://127.0.0.1:{port}", log=place / "example.log")
+    return Server(name, command, {}, url=f"http://127.0.0.1:{port}", log=place / f"{name}.log")
 
 
 async def until_ended(process: int) -> None:
@@ -127,6 +129,25 @@ async def test_no_process_of_a_server_outlives_the_process_that_started_it(tmp_p
     finished = await anyio.run_process(script, check=False, env=environment)
     assert finished.returncode == -signal.SIGKILL
     await until_ended(int(log.read_text().split()[-1]))
+
+
+async def test_a_deployment_is_ready_behind_the_proxy_and_ends_with_a_server(tmp_path: Path) -> None:
+    servers = [server_of(HEALTHY, tmp_path, "prefill"), server_of(HEALTHY, tmp_path, "decode")]
+    proxy = router(servers, "127.0.0.1", unused_port(), tmp_path, is_concurrent=True)
+
+    async def serve() -> None:
+        async with deployed(servers, proxy, "m") as told, aiohttp.ClientSession() as client:
+            assert told.startswith(f"ready: {proxy.url}\n\ncurl {proxy.url}/v1/completions ")
+            async with client.get(f"{proxy.url}/health") as answer:
+                assert answer.status == 200
+            servers[1].kill()
+            await anyio.sleep_forever()
+
+    with anyio.fail_after(80), pytest.raises(ServerFailed, match="has ended") as failed:
+        await serve()
+    assert failed.value.server is servers[1]
+    assert servers[1].log.read_text().strip() in str(failed.value)
+    assert all(server.has_ended() for server in (*servers, proxy))
 
 
 def test_a_pair_shares_the_cpus_and_nothing_else(tmp_path: Path) -> None:

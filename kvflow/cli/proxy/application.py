@@ -11,20 +11,21 @@ import itertools
 import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
-import anyio.abc
-import anyio.to_thread
+import anyio
 import msgspec
 from aiohttp import web
+from anyio.abc import TaskGroup
+from multidict import CIMultiDict
 from typing_extensions import override
 
 from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError
+from kvflow.resources import report_accept_shortages
 
 __all__ = ["PREFILL_PARAMS", "serve_proxy"]
 
@@ -34,28 +35,30 @@ PREFILL_PARAMS: Final = {
 }
 """Parameters of requests to prefill, with the same keys as routers send."""
 
-HOP_BY_HOP: Final = (
-    *("Accept-Encoding", "Connection", "Content-Encoding", "Content-Length", "Content-Type", "Expect", "Host"),
-    *("Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "TE", "Trailer", "Transfer-Encoding", "Upgrade"),
-)
+HOP_BY_HOP: Final = {
+    *("accept-encoding", "connection", "content-encoding", "content-length", "expect", "host", "keep-alive"),
+    *("proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade"),
+}
 MAX_BODY_BYTES, MAX_BYTES_AT_ONCE, MAX_CONNECTIONS, MAX_PER_CLIENT = 32 * 2**20, 128 * 2**20, 2_048, 512
 CLIENT_S: Final = 30.0
 """Time for a client to send a request, and to read the next part of its answer."""
 
-CONNECT_S, HEALTH_S, ANSWER_S = 5.0, 5.0, 600.0
-"""Time for a server to accept a connection, to say that it is healthy, and to send the next part of an answer."""
+ANSWER, HEALTH = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=600.0), aiohttp.ClientTimeout(5.0)
+"""Time for a server to accept a connection and to send the next part of an answer, and to say that it is healthy."""
 
 
 class BadAnswer(Exception):
-    """A request cannot be served; says what the client is told."""
+    """A request cannot be served. The client is told why, in the form that servers use, or with the text of one."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(status, body)
-        self.status, self.body = status, body
+    def __init__(self, status: int, message: str, text: bytes = b"") -> None:
+        if status >= 500:
+            with suppress(OSError):
+                print(f"kvflow proxy: {message}", file=sys.stderr, flush=True)
+        body = text or msgspec.json.encode({"error": {"message": message, "type": "proxy_error", "code": status}})
+        self.response = web.Response(status=status, body=body, content_type="application/json")
 
 
-@dataclass
-class Asked:
+class Asked(msgspec.Struct):
     """A request: its servers, path, encoded fields, headers, its name on prefill, and whether prefill may keep it."""
 
     prefill: str
@@ -63,101 +66,80 @@ class Asked:
     path: str
     fields: dict[str, msgspec.Raw]
     headers: Any
-    transfer: str = field(default_factory=lambda: uuid.uuid4().hex)
-    is_kept: bool = False
+    transfer: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    is_kept: bool = True
 
 
 class Proxy(web.Server):
-    """Uses the servers of each kind in turn; see `serve_proxy`. `tasks` runs what outlives a request."""
+    """Uses servers in turn; `tasks` runs what outlives a request. aiohttp bounds headers, in size and in time."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, tasks: anyio.abc.TaskGroup
+        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, tasks: TaskGroup
     ) -> None:
         super().__init__(self.answer, handler_cancellation=True, access_log=None, keepalive_timeout=CLIENT_S)
         self._servers, self._session, self._tasks = [*prefill, *decode], session, tasks
-        self._prefill, self._decode = itertools.cycle(prefill), itertools.cycle(decode)
+        self._pairs = zip(itertools.cycle(prefill), itertools.cycle(decode), strict=False)
         self._addresses: dict[str, str] = {}
-        self._silent: dict[Any, asyncio.Transport] = {}
-        self._num_bytes = 0
-        self._counts: Counter[str] = Counter()
-        generate = dict.fromkeys((("POST", "/v1/completions"), ("POST", "/v1/chat/completions")), self._generate)
-        looked_up = {"/v1/models": self._models, "/health": self._health, "/metrics": self._metrics}
-        self._routes: dict[tuple[str, str], Any] = generate | {("GET", path): it for path, it in looked_up.items()}
+        self._counts = Counter(body_bytes=0)
+        self._looked_up = {"/v1/models": self._models, "/health": self._health, "/metrics": self._metrics}
 
     @override
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        self._silent[handler] = transport
-        asyncio.get_running_loop().call_later(CLIENT_S, self._close_silent, handler)
-        ends = [it.transport for it in self.connections if it.transport is not None]
-        own = [it for it in ends if _host_of(it) == _host_of(transport)]
-        if len(ends) > MAX_CONNECTIONS or len(own) > MAX_PER_CLIENT:  # one that says nothing must go first
-            self._close_silent(next(it for it, end in self._silent.items() if end in own))
-
-    def _close_silent(self, handler: Any) -> None:
-        if (transport := self._silent.pop(handler, None)) is not None:
+        hosts = [it.peername[0] for it in self.connections if it.peername]
+        if len(hosts) > MAX_CONNECTIONS or hosts.count(handler.peername[0]) > MAX_PER_CLIENT:
             transport.abort()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request. If the client disconnects, so does the proxy from the server at work, which then stops."""
-        self._silent.pop(request.protocol, None)
-        status = 499  # the client has left
+        response: web.StreamResponse = web.Response(status=499)  # the client has left
         try:
-            response: web.StreamResponse = await self._routes.get((request.method, request.path), _refuse)(request)
-            status = response.status
+            response = await self._looked_up.get(request.path, self._generate)(request)
         except BadAnswer as error:
-            status = error.status
-            response = web.Response(status=status, body=error.body, content_type="application/json")
+            response = error.response
         finally:
-            self._counts[f'requests_total{{status="{status}"}}'] += 1
+            self._counts[f'requests_total{{status="{response.status}"}}'] += 1
         return response
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
-        pieces: list[bytes] = []
-        try:
-            fields = await anyio.to_thread.run_sync(_fields, await self._read_body(request, pieces))
-            asked = Asked(next(self._prefill), next(self._decode), request.path, fields, _to_pass_on(request.headers))
+        if request.path not in ("/v1/completions", "/v1/chat/completions"):
+            raise BadAnswer(404, f"there is nothing at {request.path}")
+        body = bytearray()
+        async with AsyncExitStack() as stack:
+            stack.callback(lambda: self._counts.subtract({"body_bytes": len(body)}))
+            try:
+                async with asyncio.timeout(CLIENT_S):
+                    async for piece in request.content.iter_any():
+                        body += piece
+                        self._counts["body_bytes"] += len(piece)
+                        if len(body) > MAX_BODY_BYTES:
+                            raise BadAnswer(413, f"body has more than {MAX_BODY_BYTES} bytes")
+                        if self._counts["body_bytes"] > MAX_BYTES_AT_ONCE:
+                            raise BadAnswer(503, f"bodies of all requests have more than {MAX_BYTES_AT_ONCE} bytes")
+            except TimeoutError as error:
+                raise BadAnswer(408, f"body did not arrive within {CLIENT_S} s") from error
+            fields = await asyncio.to_thread(_fields, body)
+            asked = Asked(*next(self._pairs), request.path, fields, _to_pass_on(request.headers))
             asked.headers.setdefault("X-Request-Id", asked.transfer)
-            async with AsyncExitStack() as stack:
-                stack.callback(self._withdraw, asked)
-                return await _pass_on(request, await self._hand_over(asked, stack))
-        finally:
-            self._num_bytes -= sum(map(len, pieces))
-
-    async def _read_body(self, request: web.BaseRequest, pieces: list[bytes]) -> bytes:
-        size = 0
-        try:
-            async with asyncio.timeout(CLIENT_S):
-                async for piece in request.content.iter_any():
-                    pieces.append(piece)
-                    size, self._num_bytes = size + len(piece), self._num_bytes + len(piece)
-                    if size > MAX_BODY_BYTES or self._num_bytes > MAX_BYTES_AT_ONCE:
-                        status = 413 if size > MAX_BODY_BYTES else 503
-                        raise BadAnswer(status, _error(status, "request is too large, or others are at this moment"))
-        except TimeoutError as error:
-            raise BadAnswer(408, _error(408, f"body did not arrive within {CLIENT_S} s")) from error
-        return b"".join(pieces)
+            asked.headers["Content-Type"] = "application/json"
+            stack.callback(self._tasks.start_soon, self._withdraw, asked)
+            return await _pass_on(request, await self._hand_over(asked, stack))
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        async with self._reached(f"{next(self._decode)}/v1/models", headers=_to_pass_on(request.headers)) as answer:
+        async with self._reached(f"{self._servers[-1]}/v1/models", _to_pass_on(request.headers)) as answer:
             return await _pass_on(request, answer)
 
     async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
-        async def check(url: str) -> None:
-            status = 0
-            with suppress(TimeoutError, BadAnswer):
-                async with asyncio.timeout(HEALTH_S), self._reached(f"{url}/health") as answer:
-                    status = answer.status
-            if status != 200:
-                raise _failed(f"{url} is not healthy: {f'status {status}' if status else 'no answer'}", 503)
-
-        async with open_tasks() as tasks:
-            for url in self._servers:
-                tasks.start_soon(check, url)
+        for url in self._servers:
+            try:
+                async with self._session.get(f"{url}/health", timeout=HEALTH, raise_for_status=True):
+                    pass
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise BadAnswer(503, f"{url} is not healthy: {error!r}") from error
         return web.Response()
 
     async def _metrics(self, _request: web.BaseRequest) -> web.StreamResponse:
-        values = {**self._counts, "connections": len(self.connections), "body_bytes": self._num_bytes}
+        values = {**self._counts, "connections": len(self.connections)}
         return web.Response(text="".join(f"kvflow_proxy_{name} {value}\n" for name, value in sorted(values.items())))
 
     async def _hand_over(self, asked: Asked, stack: AsyncExitStack) -> aiohttp.ClientResponse:
@@ -174,116 +156,86 @@ class Proxy(web.Server):
                 return answer
             self._addresses.pop(asked.prefill, None)  # prefill may have restarted at another address
             answer.close()
-            self._withdraw(asked)
-            asked.transfer = uuid.uuid4().hex
+            self._tasks.start_soon(self._withdraw, msgspec.structs.replace(asked))
+            asked.transfer, asked.is_kept = uuid.uuid4().hex, True
         return await self._ask_decode(asked, await self._ask_prefill(asked), stack)
 
-    async def _ask_prefill(self, asked: Asked) -> msgspec.Raw:
+    async def _ask_prefill(self, asked: Asked) -> dict[str, Any]:
         told = {**PREFILL_PARAMS, "transfer_id": asked.transfer}
         body: dict[str, Any] = {**asked.fields, "stream": False, "max_tokens": 1, "kv_transfer_params": told}
         body |= {name: 1 for name in ("max_completion_tokens", "n", "best_of") if name in body}
         for name in ("stream_options", "min_tokens"):
             body.pop(name, None)
-        asked.is_kept = True
-        async with self._reached(asked.prefill + asked.path, body, asked.headers) as answer:
+        async with self._reached(asked.prefill + asked.path, asked.headers, body) as answer:
             text = await answer.read()
         if answer.status != 200:
             asked.is_kept = False
-            raise BadAnswer(answer.status, text)
-        params = _fields(text, 502).get("kv_transfer_params", msgspec.Raw(b"null"))
-        if not bytes(params).startswith(b"{"):
-            raise _failed(f"{asked.prefill} answered without kv_transfer_params: is it a prefill server?")
-        found = _fields(bytes(params), 502)
-        host, port = (msgspec.json.decode(found.get(f"remote_{name}", b"null")) for name in ("host", "port"))
+            raise BadAnswer(answer.status, f"{answer.url} answered {answer.status}", text)
+        params = msgspec.json.decode(_fields(text, 502).get("kv_transfer_params", b"null"))
+        if not isinstance(params, dict):
+            raise BadAnswer(502, f"{asked.prefill} answered without kv_transfer_params: is it a prefill server?")
+        host, port = params.get("remote_host"), params.get("remote_port")
         if isinstance(host, str) and isinstance(port, int):
             self._addresses[asked.prefill] = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         return params
 
     async def _ask_decode(self, asked: Asked, params: object, stack: AsyncExitStack) -> aiohttp.ClientResponse:
         body = {**asked.fields, "kv_transfer_params": params}
-        answer = await stack.enter_async_context(self._reached(asked.decode + asked.path, body, asked.headers))
+        answer = await stack.enter_async_context(self._reached(asked.decode + asked.path, asked.headers, body))
         asked.is_kept &= answer.status != 200
         return answer
 
-    def _withdraw(self, asked: Asked) -> None:
+    async def _withdraw(self, asked: Asked) -> None:
         """Tell prefill that nobody will ask for a request, unless decode knows it."""
         if asked.is_kept:
             self._counts["withdrawn_total"] += 1
             params = {"kvflow_withdrawn": asked.transfer}
             fields = {"model": asked.fields.get("model"), "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
-            self._tasks.start_soon(self._tell_prefill, f"{asked.prefill}/v1/completions", fields, asked.headers)
-
-    async def _tell_prefill(self, url: str, fields: object, headers: Any) -> None:
-        with suppress(BadAnswer):
-            async with self._reached(url, fields, headers) as answer:
-                await answer.read()
+            with suppress(BadAnswer):
+                async with self._reached(f"{asked.prefill}/v1/completions", asked.headers, fields) as answer:
+                    await answer.read()
 
     @asynccontextmanager
-    async def _reached(
-        self, url: str, fields: object = None, headers: Any = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        data = None if fields is None else msgspec.json.encode(fields)
-        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data else {})}
+    async def _reached(self, url: str, headers: Any, fields: object = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        method, data = ("GET", None) if fields is None else ("POST", msgspec.json.encode(fields))
         try:
-            async with self._session.request("POST" if data else "GET", url, data=data, headers=sent) as answer:
+            async with self._session.request(method, url, data=data, headers=headers) as answer:
                 yield answer
         except aiohttp.ClientError as error:
-            raise _failed(f"{url} does not answer: {error!r}") from error
+            raise BadAnswer(502, f"{url} does not answer: {error!r}") from error
 
 
-async def _refuse(request: web.BaseRequest) -> web.StreamResponse:
-    raise BadAnswer(404, _error(404, f"there is nothing at {request.path}"))
-
-
-def _host_of(transport: asyncio.BaseTransport) -> str:
-    return str((transport.get_extra_info("peername") or "?")[0])
-
-
-def _fields(text: bytes, status: int = 400) -> dict[str, msgspec.Raw]:
+def _fields(body: bytes | bytearray, status: int = 400) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise BadAnswer(status, _error(status, f"body is not a JSON object: {error}")) from error
+        raise BadAnswer(status, f"body is not a JSON object: {error}") from error
 
 
-def _to_pass_on(headers: Any) -> Any:
-    kept = headers.copy()
-    for name in HOP_BY_HOP:
-        kept.popall(name, None)
-    return kept
+def _to_pass_on(headers: Any) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in HOP_BY_HOP)
 
 
 async def _pass_on(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
     response = web.StreamResponse(status=answer.status, headers=_to_pass_on(answer.headers))
-    response.content_type = answer.content_type
     await response.prepare(request)
     try:
         async for piece in answer.content.iter_any():
-            await _write(response, piece)
+            await _written(request, response.write(piece))
     except aiohttp.ClientError as error:  # the status has been sent already, so the body must contain the error
-        lost = _failed(f"{answer.url} ended in the middle of its answer: {error}")
-        await _write(response, b"data: " + lost.body + b"\n\n")
-    await response.write_eof()
+        lost = BadAnswer(502, f"{answer.url} ended in the middle of its answer: {error}").response
+        await _written(request, response.write(f"data: {lost.text}\n\n".encode()))
+    await _written(request, response.write_eof())
     return response
 
 
-async def _write(response: web.StreamResponse, piece: bytes) -> None:
+async def _written(request: web.BaseRequest, writing: Coroutine[Any, Any, None]) -> None:
     try:
-        async with asyncio.timeout(CLIENT_S):
-            await response.write(piece)
+        await asyncio.wait_for(writing, CLIENT_S)
     except (ConnectionResetError, TimeoutError) as error:  # the client has left, or does not read
-        response.force_close()
-        raise BadAnswer(499, b"") from error
-
-
-def _failed(message: str, status: int = 502) -> BadAnswer:
-    with suppress(OSError):
-        print(f"kvflow proxy: {message}", file=sys.stderr, flush=True)
-    return BadAnswer(status, _error(status, message))
-
-
-def _error(status: int, message: str) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": "proxy_error", "code": status}})
+        if request.transport is not None:
+            request.transport.abort()
+        raise BadAnswer(499, "client does not read its answer") from error
 
 
 @asynccontextmanager
@@ -293,9 +245,9 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session, open_tasks() as tasks:
+    report_accept_shortages(asyncio.get_running_loop(), lambda text: print(f"kvflow proxy: {text}", file=sys.stderr))
+    async with aiohttp.ClientSession(timeout=ANSWER, connector=connector) as session, open_tasks() as tasks:
         runner = web.ServerRunner(Proxy(prefill, decode, session, tasks))
         await runner.setup()
         try:
@@ -305,5 +257,6 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
                 raise ConfigError("address cannot be bound", host=host, port=port, detail=error.strerror) from error
             yield f"http://{host}:{runner.addresses[0][1]}"
         finally:
-            await runner.cleanup()
+            with anyio.CancelScope(shield=True):
+                await runner.cleanup()
             tasks.cancel_scope.cancel()

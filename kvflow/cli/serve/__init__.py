@@ -1,1 +1,1 @@
-"""Inference engines as child processes: a prefill server, a decode server, and a proxy in front of them."""
+"""Inference engines as child processes: a prefill server, a decode server, and a router in front of them."""

@@ -4,28 +4,21 @@ import argparse
 import importlib
 import json
 import shlex
-import shutil
-import signal
-import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import anyio
+from typing import TYPE_CHECKING, Any
 
 from kvflow.cli.options import check_installed
 from kvflow.cli.smollm2 import prepare_smollm2
-from kvflow.cli.tasks import open_tasks
+from kvflow.cli.tasks import open_tasks, serving
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvflow.cli.serve.server import Server
 
 __all__ = ["add_arguments", "prepare"]
-
-EXIT_SERVER_ENDED: Final = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return a function that starts everything, and stops it on SIGINT or SIGTERM. Its exit code is 2 if a server ends.
+    """Return a function that starts everything, and stops it on SIGINT or SIGTERM. It fails if a server ends.
 
     Raises:
         ConfigError: An option is invalid, or a package is missing.
@@ -67,26 +60,17 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     is_cpu = bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
     from kvflow.cli.serve import vllm  # noqa: PLC0415 - aiohttp may be missing
 
-    servers = [
-        vllm.vllm_server(options, logs)
-        for options in vllm.pair(
-            model=model,
-            served_name=arguments.model,
-            first_port=arguments.port + 1,
-            extra_config=extra,
-            arguments=words,
-            is_cpu=is_cpu,
-        )
-    ]
-
-    program = None if arguments.concurrent else shutil.which("vllm-router")
-    if program is not None:
-        servers.append(vllm.router(program, servers, arguments.host, arguments.port, logs))
-
-    def serve() -> int:
-        return anyio.run(_serve, servers, arguments)
-
-    return serve
+    described = vllm.pair(
+        model=model,
+        served_name=arguments.model,
+        first_port=arguments.port + 1,
+        extra_config=extra,
+        arguments=words,
+        is_cpu=is_cpu,
+    )
+    servers = [vllm.vllm_server(options, logs) for options in described]
+    router = vllm.router(servers, arguments.host, arguments.port, logs, is_concurrent=arguments.concurrent)
+    return serving("kvflow serve", deployed(servers, router, arguments.model))
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -120,50 +104,26 @@ def _directory(chosen: Path | None) -> Path:
     return chosen
 
 
-async def _serve(servers: "list[Server]", arguments: argparse.Namespace) -> int:
-    """Run until a signal arrives, or a server ends.
+@asynccontextmanager
+async def deployed(servers: "Sequence[Server]", router: "Server", model: str) -> AsyncIterator[str]:
+    """Start prefill and decode, then the router; stop them at the end. Yields what to tell a person once all are ready.
 
-    Args:
-        servers: Prefill, decode and perhaps a router, see `kvflow.cli.serve.server`.
-        arguments: Arguments of the command.
+    Raises:
+        ServerFailed: One of them has ended, or was not ready in time; at any moment in the block.
     """
-    from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - aiohttp may be missing
-    from kvflow.cli.serve.server import ServerFailed  # noqa: PLC0415 - as above
-
-    prefill, decode = ([server.url] for server in servers[:2])
     try:
-        async with open_tasks() as tasks, AsyncExitStack() as stack:
-            url = servers[-1].url
-            if len(servers) == 2:
-                url = await stack.enter_async_context(serve_proxy(prefill, decode, arguments.host, arguments.port))
-            watching = await stack.enter_async_context(anyio.create_task_group())
-            tasks.start_soon(_stop_on_signal, tasks.cancel_scope)
+        async with open_tasks() as tasks:
             print("starting (takes a minute or more)", flush=True)
-            for started in (servers[:2], servers[2:]):  # a router needs its servers
+            for started in (servers, [router]):  # a router needs its servers
                 for server in started:
                     server.start()
-                    watching.start_soon(server.watch)
+                    tasks.start_soon(server.watch)
                     print(f"{server.name:8} {server.url}   log: {server.log}", flush=True)
                 for server in started:
                     await server.wait_until_ready()
-            print(f"ready: {url}\n\n{_curl(url, arguments.model)}\n", flush=True)
-    except ServerFailed as failed:
-        print(f"kvflow serve: {failed.message}: {failed.server.name}\n{failed.server.tail()}", file=sys.stderr)
-        return EXIT_SERVER_ENDED
+            body = {"model": model, "prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}
+            curl = f"curl {router.url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+            yield f"ready: {router.url}\n\n{curl}\n"
     finally:
-        for server in reversed(servers):
+        for server in (router, *reversed(servers)):
             server.stop()
-    return 0
-
-
-async def _stop_on_signal(scope: anyio.CancelScope) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for received in signals:
-            print(f"kvflow serve: stopped by {received.name}", file=sys.stderr)
-            scope.cancel()
-            return
-
-
-def _curl(url: str, model: str) -> str:
-    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 24, "temperature": 0})
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

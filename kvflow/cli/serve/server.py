@@ -13,6 +13,7 @@ from typing import Final
 import aiohttp
 import anyio
 import anyio.to_thread
+from typing_extensions import override
 
 from kvflow.errors import KvflowError
 
@@ -36,6 +37,11 @@ class ServerFailed(KvflowError):
     def __init__(self, message: str, server: "Server") -> None:
         super().__init__(message, server=server.name, log=str(server.log))
         self.server = server
+
+    @override
+    def __str__(self) -> str:
+        """Return the message, and the last lines of the server's log."""
+        return f"{super().__str__()}\n{self.server.tail()}"
 
 
 class Server:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,20 +102,25 @@ def vllm_server(options: VllmServer, logs: Path) -> Server:
     )
 
 
-def router(program: str, servers: Sequence[Server], host: str, port: int, logs: Path) -> Server:
-    """Create vLLM's own router, without starting it.
+def router(servers: Sequence[Server], host: str, port: int, logs: Path, *, is_concurrent: bool) -> Server:
+    """Create a router, without starting it: vLLM's own, or `kvflow proxy` if that is not installed.
 
     Args:
-        program: Path of `vllm-router`.
         servers: Prefill and decode.
         host: Host to listen on.
         port: Port to listen on.
         logs: Directory for its log.
+        is_concurrent: Use `kvflow proxy` in any case.
     """
-    command = [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+    program = None if is_concurrent else shutil.which("vllm-router")
+    if program is None:
+        name, command = "proxy", [sys.executable, "-m", "kvflow.cli", "proxy"]
+    else:
+        name, command = "router", [program, "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+        command += ["--policy", "round_robin", "--prometheus-host", host, "--prometheus-port", str(port + 3)]
     command += [word for server in servers for word in (f"--{server.name}", server.url)]
-    command += ["--host", host, "--port", str(port), "--prometheus-host", host, "--prometheus-port", str(port + 3)]
-    return Server("router", command, {}, url=f"http://{host}:{port}", log=logs / "router.log")
+    command += ["--host", host, "--port", str(port)]
+    return Server(name, command, {}, url=f"http://{host}:{port}", log=logs / f"{name}.log")
 
 
 def halves_of_cpus() -> tuple[tuple[int, ...], tuple[int, ...]]:
