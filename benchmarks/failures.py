@@ -22,10 +22,11 @@ from anyio.abc import TaskGroup
 from msgspec import structs
 
 import kvflow
+from benchmarks.options import cases_of, names
 from benchmarks.processes import ChildFailed, ChildProcess, Report
 from benchmarks.rows import percentile
 from benchmarks.sides import DECODE, PREFILL, SideName, SideOptions
-from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
+from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.cli.tasks import open_tasks
 
 __all__ = [

@@ -8,12 +8,13 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from msgspec import structs, to_builtins
 
+from benchmarks.options import cases_of, names
 from benchmarks.pools import PoolShape
 from benchmarks.processes import ChildProcess
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from benchmarks.sides import PREFILL, SideOptions, WrongBytes, open_sides
 from kvflow import ConfigError, head_range
-from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_positive, names
+from kvflow.cli.options import add_backend_option, check_backend, check_positive
 from kvflow.config import Packing
 
 __all__ = ["CASES", "TABLES", "WAYS", "HeteroOptions", "Load", "add_arguments", "measure_hetero", "prepare"]

@@ -23,8 +23,8 @@ from benchmarks.limits_of_tables import (
     use_slots,
     use_unfenced,
 )
+from benchmarks.options import names
 from benchmarks.rows import Measured, Row, compare, print_rows
-from kvflow.cli.options import names
 from kvflow.geometry import Component, KVLayout, Region
 
 __all__ = ["LIMITS", "add_arguments", "measure_limits", "prepare"]

@@ -9,11 +9,11 @@ import anyio
 from msgspec import structs
 
 from benchmarks.memory import measure_memory
-from benchmarks.options import counts
+from benchmarks.options import cases_of, counts, names
 from benchmarks.resources import cpu_share
 from benchmarks.rooms import BATCH, Rooms, deploy
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
-from kvflow.cli.options import cases_of, check_positive, names
+from kvflow.cli.options import check_positive
 
 __all__ = ["ScaleSettings", "add_arguments", "measure_scale", "prepare"]
 

@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.options import names
 from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load, Table
 from benchmarks.pair.options import add_pair_options, check_pair_options
 from benchmarks.pair.processes import Rounds, open_pair, rounds_in_turn
 from benchmarks.rows import Measured, Row, best_bare, compare, print_rows
-from kvflow.cli.options import names
 
 __all__ = ["TransferSettings", "add_arguments", "measure_transfers", "prepare"]
 

@@ -12,12 +12,13 @@ import msgspec
 
 from benchmarks.embedded.loads import ENGINES, LANES, EmbeddedOptions, Load, Way
 from benchmarks.embedded.timeline import STEPS, steps_of
+from benchmarks.options import cases_of, names
 from benchmarks.pair.loads import SHAPES
 from benchmarks.processes import ChildProcess
 from benchmarks.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
 from benchmarks.sides import open_sides
 from kvflow import ConfigError
-from kvflow.cli.options import add_backend_option, cases_of, check_backend, check_installed, check_positive, names
+from kvflow.cli.options import add_backend_option, check_backend, check_installed, check_positive
 
 __all__ = ["Player", "add_arguments", "check_sglang", "open_player", "prepare", "times"]
 

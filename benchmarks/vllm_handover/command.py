@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import anyio
 
-from benchmarks.options import counts
+from benchmarks.options import counts, names
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from benchmarks.vllm_handover.client import Answer, ask, hand_over, hand_over_at_once, prompt_of, prompts
 from benchmarks.vllm_handover.soak import soak
 from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
-from kvflow.cli.options import check_installed, check_positive, names
+from kvflow.cli.options import check_installed, check_positive
 from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError, KvflowError
 

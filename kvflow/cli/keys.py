@@ -2,85 +2,67 @@
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
-from kvflow.cli.options import HelpFormatter, sentence
+from kvflow.cli.options import HelpFormatter
+from kvflow.trust import Trust
 
 __all__ = ["add_arguments", "prepare"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions."""
-    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    text = "create a key pair, and print its public key"
-    new = commands.add_parser("new", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    new = _add_action(actions, "new", "create a key pair, and print its public key")
     new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
     kind = new.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--capability",
-        action="store_true",
-        help="create only a capability key, which routers and prefill ranks share",
-    )
-    kind.add_argument(
-        "--ticket",
-        action="store_true",
-        help="create only a ticket key, which prefill and decode ranks share",
-    )
-    text = "add another process's public key to the list"
-    trust = commands.add_parser("trust", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    capability = "create only a capability key, which routers and prefill ranks share"
+    kind.add_argument("--capability", action="store_true", help=capability)
+    ticket = "create only a ticket key, which prefill and decode ranks share"
+    kind.add_argument("--ticket", action="store_true", help=ticket)
+    trust = _add_action(actions, "trust", "add another process's public key to the list")
     trust.add_argument("directory", metavar="DIRECTORY", help="key directory of the process that is to trust it")
     trust.add_argument("key", metavar="PUBLIC-KEY", help="as printed by `kvflow keys new`")
     whose = trust.add_mutually_exclusive_group(required=True)
-    whose.add_argument(
-        "instance",
-        metavar="INSTANCE",
-        nargs="?",
-        help="the instance it belongs to; `NAME*` matches every name that begins with NAME",
-    )
+    instance = "the instance it belongs to; `NAME*` matches every name that begins with NAME"
+    whose.add_argument("instance", metavar="INSTANCE", nargs="?", help=instance)
     whose.add_argument("--registry", action="store_true", help="the key belongs to the registry")
-    text = "print the public key, and the trusted keys"
-    show = commands.add_parser("show", help=text, description=sentence(text), formatter_class=HelpFormatter)
+    show = _add_action(actions, "show", "print the public key, and the trusted keys")
     show.add_argument("directory", metavar="DIRECTORY", help="key directory")
+
+
+def _add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    description = f"{text[0].upper()}{text[1:]}."
+    added: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=description, formatter_class=HelpFormatter
+    )
+    return added
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return a function that runs the action."""
-    actions = {"new": _new, "trust": _trust, "show": _show}
-    return lambda: actions[arguments.action](arguments)
+    from kvflow import keys  # noqa: PLC0415 - `kvflow --help` works without zmq
+
+    directory = arguments.directory
+
+    def run() -> int:
+        if arguments.action == "show":
+            print("\n".join(_shown(keys.load_trust(directory))))
+        elif arguments.action == "trust" and arguments.registry:
+            keys.add_registry(directory, arguments.key)
+        elif arguments.action == "trust":
+            keys.add_peer(directory, arguments.key, arguments.instance)
+        elif arguments.capability:
+            keys.make_capability_key(directory)
+        elif arguments.ticket:
+            keys.make_ticket_key(directory)
+        else:
+            print(keys.make_keys(directory))
+        return 0
+
+    return run
 
 
-def _new(arguments: argparse.Namespace) -> int:
-    from kvflow.keys import (  # noqa: PLC0415 - `kvflow --help` works without zmq
-        make_capability_key,
-        make_keys,
-        make_ticket_key,
-    )
-
-    if arguments.capability:
-        make_capability_key(arguments.directory)
-    elif arguments.ticket:
-        make_ticket_key(arguments.directory)
-    else:
-        print(make_keys(arguments.directory))
-    return 0
-
-
-def _trust(arguments: argparse.Namespace) -> int:
-    from kvflow.keys import add_peer, add_registry  # noqa: PLC0415 - as above
-
-    if arguments.registry:
-        add_registry(arguments.directory, arguments.key)
-    else:
-        add_peer(arguments.directory, arguments.key, arguments.instance)
-    return 0
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    from kvflow.keys import load_trust  # noqa: PLC0415 - as above
-
-    trust = load_trust(arguments.directory)
-    print(f"{trust.public} (own)")
-    for peer in trust.peers:
-        print(f"{peer.key} {peer.instance}")
-    for key in trust.registry:
-        print(f"{key} (registry)")
-    return 0
+def _shown(trust: Trust) -> list[str]:
+    peers = [f"{peer.key} {peer.instance}" for peer in trust.peers]
+    return [f"{trust.public} (own)", *peers, *(f"{key} (registry)" for key in trust.registry)]

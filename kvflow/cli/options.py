@@ -1,8 +1,7 @@
-"""Options that several commands share, and functions to parse and check them."""
+"""Options that several commands share, and functions to check them."""
 
 import argparse
 import importlib.util
-from collections.abc import Collection
 
 import kvflow
 from kvflow.errors import ConfigError
@@ -10,12 +9,9 @@ from kvflow.errors import ConfigError
 __all__ = [
     "HelpFormatter",
     "add_backend_option",
-    "cases_of",
     "check_backend",
     "check_installed",
     "check_positive",
-    "names",
-    "sentence",
 ]
 
 
@@ -26,11 +22,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, "", []):
             return action.help
         return super()._get_help_string(action)
-
-
-def sentence(text: str) -> str:
-    """Turn the short help of a command into the description at the start of its own help."""
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def add_backend_option(parser: argparse.ArgumentParser, default: str = "nixl") -> None:
@@ -64,28 +55,6 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
         value = getattr(arguments, name)
         if not 0 < value < float("inf"):
             raise kvflow.ConfigError("option must be positive", option=f"--{name.replace('_', '-')}", value=value)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Parse an option with several names."""
-    return tuple(text.split(","))
-
-
-def cases_of(chosen: tuple[str, ...], known: Collection[str], *, kind: str = "case") -> tuple[str, ...]:
-    """Return the cases that were chosen by name, or all.
-
-    Args:
-        chosen: Names from the user.
-        known: All names.
-        kind: What they are called in the error.
-
-    Raises:
-        ConfigError: There is no such case.
-    """
-    unknown = [case for case in chosen if case not in known and case != "all"]
-    if unknown:
-        raise kvflow.ConfigError(f"unknown {kind}", unknown=unknown, known=list(known))
-    return tuple(known) if "all" in chosen else chosen
 
 
 def check_installed(*packages: str) -> None:

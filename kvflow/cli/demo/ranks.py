@@ -11,11 +11,11 @@ import kvflow
 from kvflow import blocking
 from kvflow.cli.demo.models import load_model
 from kvflow.cli.demo.options import DemoOptions, SideName
-from kvflow.cli.demo.pools import make_pools, rebuild_cache
+from kvflow.cli.demo.pools import RankPool, make_pools, rebuild_cache
 
 __all__ = ["run_side"]
 
-Config = TypeVar("Config", kvflow.PrefillConfig, kvflow.DecodeConfig)
+AnyRank = TypeVar("AnyRank", blocking.PrefillRank, blocking.DecodeRank)
 Tell = Callable[..., None]
 Receive = Callable[[], dict[str, Any]]
 
@@ -51,12 +51,7 @@ def _run_prefill(options: DemoOptions, report: Tell, receive: Receive) -> None:
     prompt = model.encode(options.prompt)
     pools = make_pools(model, options, "prefill", len(prompt))
     with ExitStack() as stack:
-        loop = stack.enter_context(blocking.LoopThread())
-        configs = _configs(kvflow.PrefillConfig, "prefill", options, len(pools))
-        ranks = [
-            stack.enter_context(blocking.PrefillRank(config, pool.layout, loop=loop))
-            for config, pool in zip(configs, pools, strict=True)
-        ]
+        ranks = _open_ranks(stack, blocking.PrefillRank, kvflow.PrefillConfig, "prefill", options, pools)
         report("ready", news="ready", prompt_tokens=len(prompt))
         room = receive()["room"]
         senders = [rank.send(room) for rank in ranks]
@@ -91,12 +86,7 @@ def _run_decode(options: DemoOptions, report: Tell, receive: Receive) -> None:
     num_tokens = len(model.encode(options.prompt))
     pools = make_pools(model, options, "decode", num_tokens)
     with ExitStack() as stack:
-        loop = stack.enter_context(blocking.LoopThread())
-        configs = _configs(kvflow.DecodeConfig, "decode", options, len(pools))
-        ranks = [
-            stack.enter_context(blocking.DecodeRank(config, pool.layout, loop=loop))
-            for config, pool in zip(configs, pools, strict=True)
-        ]
+        ranks = _open_ranks(stack, blocking.DecodeRank, kvflow.DecodeConfig, "decode", options, pools)
         report("ready", news="ready")
         room = receive()["room"]
         receivers = [
@@ -115,11 +105,20 @@ def _run_decode(options: DemoOptions, report: Tell, receive: Receive) -> None:
     report("answer", news="done", tokens=tokens, text=model.decode(tokens))
 
 
-def _configs(kind: type[Config], side: SideName, options: DemoOptions, num_ranks: int) -> Iterator[Config]:
-    for number in range(num_ranks):
-        yield kind(
-            instance=side, engine_rank=number, num_ranks=num_ranks, registry=options.registry, backend=options.backend
-        )
+def _open_ranks(
+    stack: ExitStack,
+    kind: Callable[..., AnyRank],
+    config: type[Any],
+    side: SideName,
+    options: DemoOptions,
+    pools: Sequence[RankPool],
+) -> list[AnyRank]:
+    settings = {"instance": side, "num_ranks": len(pools), "registry": options.registry, "backend": options.backend}
+    loop = stack.enter_context(blocking.LoopThread())
+    return [
+        stack.enter_context(kind(config(engine_rank=number, **settings), pool.layout, loop=loop))
+        for number, pool in enumerate(pools)
+    ]
 
 
 def _chunks(num_tokens: int, options: DemoOptions) -> Iterator[tuple[int, int]]:
