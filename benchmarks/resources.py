@@ -7,8 +7,6 @@ from pathlib import Path
 
 import anyio
 
-from kvflow.resources import descriptors
-
 __all__ = ["cpu_share", "num_files", "num_threads", "resident_bytes"]
 
 
@@ -19,7 +17,6 @@ def resident_bytes() -> int:
 
 def num_files() -> int:
     """Return the number of open file descriptors."""
-    descriptors.fill()  # it may lack those that the latest connection took
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

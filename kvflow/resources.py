@@ -167,6 +167,13 @@ class Reserve:
             for _ in range(number):
                 os.close(self._kept.pop())
 
+    def refill(self) -> None:
+        """Keep as many as this object should again, once what was drawn is in use, but leave one to others."""
+        with self._lock:
+            self._fill(0)
+            if 0 < len(self._kept) < self._size:
+                os.close(self._kept.pop())
+
     def _fill(self, needed: int) -> None:
         """Keep as many as this object should, or at least as many as needed; otherwise as many as before."""
         taken: list[int] = []

@@ -39,7 +39,7 @@ from kvflow.control.sockets import (
     send,
     sockets,
 )
-from kvflow.control.tcp import Tcp, accept_connects, ignore_connects
+from kvflow.control.tcp import Tcp, accept_connects, has_arrivals, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.hosts import host_towards
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
@@ -66,9 +66,10 @@ MAX_PAUSE_S: Final = 2.0
 """How long no connection is accepted at most while messages of connections that have ended are being read, in seconds.
 """
 
-DESCRIPTORS_CHECK_S: Final = 1.0
-"""How often a listener looks whether it can accept connections, in seconds. libzmq does not say that it cannot: it
-tries again all the time, which keeps a core busy."""
+NEXT_ARRIVAL_S: Final = 0.02
+SHORTAGE_S: Final = 1.0
+"""When to look again whether connections can be accepted, in seconds: after somebody has connected, and while they
+cannot. libzmq would try all the time, which keeps a core busy, and queue an event for each attempt."""
 
 GIVEN_BACK_BYTES: Final = 8 * 2**20
 """After a pause, memory is returned to the system if more bytes than this were read since the last time."""
@@ -196,6 +197,7 @@ class ZmqListener:
             if not trust.is_plain:
                 self._authenticator = ZapAuthenticator(trust, partial(on_refused, "key_refused"))
             self._open()
+            descriptors.refill()
         except (zmq.ZMQError, Shortage) as error:
             if self._authenticator is not None:
                 self._authenticator.close()
@@ -236,12 +238,22 @@ class ZmqListener:
         self._backlog = Backlog(self._tcp, self._intake.cut)
         self._routes = Routes()
         self._inbox = Inbox(self._socket, self._deliver, self._go_on_accepting, receive=self._receive)
-        self._shortage_timer = self._loop.call_later(DESCRIPTORS_CHECK_S, self._check_descriptors)
+        self._await_arrival()
+
+    def _await_arrival(self) -> None:
+        self._arrival_timer: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._port_fd, self._check_descriptors)
 
     def _check_descriptors(self) -> None:
-        """Let nobody connect while there is no descriptor for a connection, and say so once."""
-        self._shortage_timer = self._loop.call_later(DESCRIPTORS_CHECK_S, self._check_descriptors)
+        """When somebody connects, find out whether there is a descriptor; if not, say so, and let nobody connect."""
+        self._loop.remove_reader(self._port_fd)
         shortage = find_shortage()
+        if shortage and not self._is_short and not has_arrivals(self._port_fd):
+            shortage = ""  # it was accepted, with the last descriptor
+        if shortage:
+            self._arrival_timer = self._loop.call_later(SHORTAGE_S, self._check_descriptors)
+        else:
+            self._arrival_timer = self._loop.call_later(NEXT_ARRIVAL_S, self._await_arrival)
         if shortage:
             if not self._is_short:
                 self._on_refused("descriptor_shortage", f"connections are not accepted: {shortage}")
@@ -259,8 +271,7 @@ class ZmqListener:
             while True:
                 port.accept()[0].close()
         port.detach()
-        with suppress(Shortage):
-            descriptors.fill()
+        descriptors.refill()
 
     def _look_for_leftovers(self, num_bytes: int) -> None:
         """After a connection has ended, find out whether what it has left is read soon.
@@ -299,7 +310,10 @@ class ZmqListener:
             self._loop.run_in_executor(None, give_back_memory)
 
     def _close_socket(self) -> None:
-        self._shortage_timer.cancel()
+        if self._arrival_timer is not None:
+            self._arrival_timer.cancel()
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._port_fd)
         self._go_on_accepting()
         ports.remove(self._fd)  # libzmq closes it
         self._intake.close()

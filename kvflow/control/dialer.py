@@ -346,12 +346,14 @@ class ZmqConnection:
 
     async def _diagnose(self) -> None:
         found = await diagnose(self._endpoint, is_encrypted=self._keys is not None)
+        descriptors.refill()
         self._diagnosing = None
         if self._line is not None and self._line.is_made:
             return
         self._tell_obstacle(found)
 
     def _stop_diagnosing(self) -> None:
+        descriptors.refill()
         if self._diagnosis_timer is not None:
             self._diagnosis_timer.cancel()
         if self._diagnosing is not None:

@@ -16,7 +16,7 @@ import zmq
 
 from kvflow.control.sockets import ZmqSocket
 
-__all__ = ["CURVE_BYTES", "Tcp", "accept_connects", "ignore_connects", "is_listener"]
+__all__ = ["CURVE_BYTES", "Tcp", "accept_connects", "has_arrivals", "ignore_connects", "is_listener"]
 
 CURVE_BYTES: Final = 33
 """Bytes that encryption adds to a message part: command name, nonce, authenticator and flags."""
@@ -55,14 +55,23 @@ def accept_connects(port_fd: int) -> None:
     _set_option(port_fd, SO_DETACH_FILTER, bytes(4))
 
 
+def has_arrivals(port_fd: int) -> bool:
+    """Return whether connections to a listening socket have not been accepted yet."""
+    poll = select.poll()
+    poll.register(port_fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def _set_option(fd: int, option: int, value: bytes) -> bool:
     if not hasattr(socket, "TCP_INFO"):
         return False
+    own = socket.socket(fileno=fd)
     try:
-        with socket.socket(fileno=os.dup(fd)) as own:
-            own.setsockopt(socket.SOL_SOCKET, option, value)
+        own.setsockopt(socket.SOL_SOCKET, option, value)
     except OSError:
         return False
+    finally:
+        own.detach()  # a duplicate would need a descriptor, and there may be none
     return True
 
 

@@ -16,7 +16,6 @@ from kvflow.backends.nixl import agent as nixl_agent
 from kvflow.backends.nixl.agent import MAX_KEPT
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
-from kvflow.resources import descriptors
 from tests.backends.endpoints import (
     Endpoint,
     copies,
@@ -128,7 +127,6 @@ async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
 ) -> None:
     monkeypatch.setattr(nixl_agent, "ANSWER_S", 0.3)
     async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name() for _ in range(9)]) as agents:
-        descriptors.fill()  # as a rank does when it opens
         before = num_files()
         for agent in agents[1:]:
             with pytest.raises(BackendError, match="refused the peer's metadata"):

@@ -41,7 +41,7 @@ def take_all():
 async def receive(rank, room, port):
     try:
         where = kvflow.Endpoint.parse(f"tcp://127.0.0.1:{port}")
-        async with rank.receive(room, prefill=where, tokens=(0, 4), pages={"kv": [0]}) as receiver:
+        async with rank.receive(room, prefill=where, tokens=(0, 4), pages={"kv": [room]}) as receiver:
             await receiver.done()
         return "success", ""
     except kvflow.TransferFailed as error:
@@ -50,6 +50,9 @@ async def receive(rank, room, port):
 """
 
 USE = """
+from contextlib import suppress
+from kvflow.resources import descriptors
+
 async def main():
     config = kvflow.PrefillConfig(instance="p", backend="memory", bind="tcp://127.0.0.1:0")
     prefill = kvflow.PrefillRank(config, layouts[0])
@@ -60,11 +63,32 @@ async def main():
             os.close(taken.pop())
         await sender.finish((0, 4), {"kv": [1]}, metadata=b"")
         ended = [await receive(decode, 1, prefill.endpoint.rpartition(":")[2])]
+        with suppress(kvflow.Shortage):
+            while True:
+                descriptors.draw(1)
+                taken += take_all()
         ended.append(await receive(decode, 2, 7996))
-        ended.append(await receive(decode, 3, 7995))
         for fd in taken:
             os.close(fd)
         print(json.dumps([ended, decode.statistics().anomalies]))
+
+anyio.run(main)
+"""
+
+USE_TWICE = """
+async def main():
+    configs = [kvflow.PrefillConfig(instance=name, backend="memory", bind="tcp://127.0.0.1:0") for name in "ab"]
+    config = kvflow.DecodeConfig(instance="d", backend="memory", timeouts=timeouts)
+    first, second = [kvflow.PrefillRank(config, layouts[0]) for config in configs]
+    async with first, second, kvflow.DecodeRank(config, layouts[1]) as decode:
+        ended = []
+        for room, prefill in enumerate((first, second), 1):
+            async with prefill.send(room) as sender:
+                await sender.finish((0, 4), {"kv": [1]}, metadata=b"")
+                ended.append(await receive(decode, room, prefill.endpoint.rpartition(":")[2]))
+            if room == 1:
+                take_all()
+        print(json.dumps(ended))
 
 anyio.run(main)
 """
@@ -91,6 +115,29 @@ async def main():
         async with kvflow.DecodeRank(config, layouts[1]) as decode:
             ended = await receive(decode, 1, prefill.endpoint.rpartition(":")[2])
         print(json.dumps([ended, prefill.statistics().anomalies]))
+
+anyio.run(main)
+"""
+
+SAY_AT_ONCE = """
+import socket
+from kvflow.control import channel
+
+channel.SHORTAGE_S = 3600.0
+
+async def main():
+    config = kvflow.PrefillConfig(instance="p", backend="memory", bind="tcp://127.0.0.1:0")
+    async with kvflow.PrefillRank(config, layouts[0]) as prefill:
+        stranger = socket.socket()
+        taken = take_all()
+        stranger.connect(("127.0.0.1", int(prefill.endpoint.rpartition(":")[2])))
+        while "descriptor_shortage" not in prefill.statistics().anomalies:
+            await anyio.sleep(0.01)
+        stranger.settimeout(20)
+        answer = stranger.recv(1)
+        for fd in taken:
+            os.close(fd)
+        print(json.dumps(len(answer)))
 
 anyio.run(main)
 """
@@ -168,6 +215,11 @@ def test_a_listener_says_that_it_cannot_accept_and_goes_on_once_it_can() -> None
 
 
 @linux
+def test_a_listener_says_so_when_somebody_connects_and_not_when_it_next_looks() -> None:
+    assert run(SAY_AT_ONCE) == 0
+
+
+@linux
 def test_an_http_port_that_cannot_accept_is_one_line() -> None:
     said, num_bytes = run(SERVE)
     (line,) = said
@@ -180,11 +232,16 @@ def test_an_http_port_that_cannot_accept_is_one_line() -> None:
 def test_first_contact_has_its_descriptors_and_later_ones_name_the_limit(left: int) -> None:
     (first, *later), anomalies = run(USE, str(left))
     assert first == ["success", ""]
-    reason, detail = later[-1]
+    ((reason, detail),) = later
     assert reason == "shortage"
     assert "EMFILE" in detail
     assert "RLIMIT_NOFILE is 256" in detail
     assert anomalies["descriptor_shortage"] >= 1
+
+
+@linux
+def test_the_reserve_is_full_again_after_a_contact() -> None:
+    assert run(USE_TWICE) == [["success", ""]] * 2
 
 
 @linux

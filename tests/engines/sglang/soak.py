@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from kvflow.resources import descriptors
 from tests.engines.sglang.models import Held
 from tests.engines.sglang.sides import FIRST_TOKEN, Side, leftovers, reason_of
 
@@ -165,6 +164,5 @@ def soak(side: Side, first_room: int, count: int) -> dict[str, Any]:
                 del lanes[lane]
         time.sleep(2e-4)
     left = _wait_for_the_rest(side)
-    descriptors.fill()  # the reserve may lack those that the latest connection took
     files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
     return found | {"left": left, "files": files, "threads": threads}
