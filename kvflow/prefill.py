@@ -197,12 +197,12 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         )
         self._core = PrefillCore(self.me, settings)
         self._record(settings)
-        self._grants = GrantCollector(self._context, self._core, self.config.limits, self._send)
-        self.line = CapacityLine(self._core.has_capacity, self._core.peers_of)
+        self._grants = GrantCollector(self._context, self._core, settings, self._send)
+        self.line = CapacityLine(self._core.rooms.has_capacity, self._core.rooms.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._rejections = RejectionLimiter(self._listener.names_of, self._ports.now)
-        self._authorizer = Authorizer(self._context, self._trust, self._listener.names_of, self._core.peer_at)
+        self._authorizer = Authorizer(self._context, self._trust, self._listener.names_of, self._core.peers.claimant)
         principal_of = self._authorizer.principal_of
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
         self._reading = OrderedReading(
@@ -239,7 +239,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.PostPiece(piece):
                 self._planning.post_piece(piece)
             case ef.Reply(connection, message):
-                self._send(connection, self._submit.with_ends(self._core.peer_at(connection), message))
+                self._send(connection, self._submit.with_ends(self._core.peers.claimant(connection), message))
             case ef.ReportGranted(room, wanted):
                 if (sender := self._transfers.get(room)) is not None:
                     sender.report_granted(wanted)
@@ -281,7 +281,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._authorizer.trust = trust
         if self._registry is not None:
             self._registry.renew(self._registry_keys(trust))
-        for connection, peer in self._core.peers_by_connection().items():
+        for connection, peer in self._core.peers.connections().items():
             if not self._authorizer.may_speak(connection, peer):
                 self.dispatch(ev.PeerRevoked(peer))
             elif not is_same:  # all peers with a valid key reconnect, within their lease
@@ -362,7 +362,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             RemoteProtocolError: The sender's limit is exceeded, and its connection must be closed.
         """
         self._anomalies.count(
-            "message_rejected", self._core.peer_at(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
+            "message_rejected", self._core.peers.claimant(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
         )
         self._rejections.add(connection, num_bytes)
 
@@ -388,7 +388,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:
-        for connection in self._core.connections():
+        for connection in list(self._core.peers.connections()):
             self._send(connection, Goodbye(peer=self.me, failure=failure))
 
     @override

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Final
 
-from kvflow.config import Limits
 from kvflow.gate import GrantGate, GrantId
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.settings import PrefillSettings
 from kvflow.wire.messages import (
     Ack,
     Announce,
@@ -43,7 +43,7 @@ class GrantCollector:
     Args:
         context: Context of this rank.
         core: Core of this rank.
-        limits: Limits of this rank.
+        settings: Settings of this rank.
         send: Sends a message over a connection.
 
     Attributes:
@@ -54,13 +54,13 @@ class GrantCollector:
         self,
         context: StageContext[ev.PrefillEvent],
         core: PrefillCore,
-        limits: Limits,
+        settings: PrefillSettings,
         send: Callable[[bytes, Message], None],
     ) -> None:
         self._context = context
         self._core = core
         self._send = send
-        self._gate = GrantGate(limits, core.max_pages, core.has_place, core.is_open)
+        self._gate = GrantGate(settings.limits, settings.max_pages, core.has_place, core.rooms.is_open)
         self._is_asking_soon = False
         self.waiting: Collection[GrantId] = self._gate.incoming
 
@@ -75,7 +75,7 @@ class GrantCollector:
         """
         if not isinstance(message, COLLECTED) or (isinstance(message, Grant) and not message.num_pages):
             return False
-        peer, now = self._core.peer_at(connection), self._context.now()
+        peer, now = self._core.peers.claimant(connection), self._context.now()
         if peer is None:
             return isinstance(message, GrantedPages)
         grant_id = GrantId(peer, message.room, message.generation)
@@ -111,5 +111,5 @@ class GrantCollector:
 
     def _ask(self) -> None:
         self._is_asking_soon = False
-        for connection, query in self._gate.ask(self._context.now(), self._core.peer_at):
+        for connection, query in self._gate.ask(self._context.now(), self._core.peers.claimant):
             self._send(connection, query)

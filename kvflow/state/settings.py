@@ -6,6 +6,7 @@ import msgspec
 
 from kvflow.config import Limits, Packing, Proofs, Timeouts
 from kvflow.geometry.layout import KVLayout
+from kvflow.wire.messages import PAGE_BYTES
 
 __all__ = ["DecodeSettings", "LocalStagingSettings", "PrefillSettings", "WindowSettings"]
 
@@ -69,6 +70,11 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     staging: LocalStagingSettings | None = None
     domain: bytes = b""
     endpoint: str = ""
+
+    @property
+    def max_pages(self) -> int:
+        """Maximum number of pages of one grant."""
+        return self.limits.pending_grant_bytes // (2 * PAGE_BYTES)
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):

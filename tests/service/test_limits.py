@@ -169,7 +169,7 @@ async def test_a_decode_rank_that_is_lost_while_its_pages_arrive_leaves_their_pl
         tasks.start_soon(receive)
         await never_sent.wait()
         monkeypatch.undo()
-        (connection,) = both.prefill._core.connections()
+        (connection,) = both.prefill._core.peers.connections()
         both.prefill.dispatch(MessageArrived(connection, Goodbye(peer=both.decode.me)))
         target = np.zeros(num_pages, np.uint8)
         async with kvflow.DecodeRank(decode_config(None, timeouts=PATIENT), layout_of(target)) as other:

@@ -186,7 +186,7 @@ async def test_nothing_is_kept_of_a_plan_whose_transfer_ended_while_it_was_made(
                 tasks.start_soon(catch, request.receive)
                 async with prefill.send(1) as sender:
                     await sender.chunk((0, 4), request.src_pages(0, (0, 4)))
-                    await until(lambda: prefill._core._slow_plans)
+                    await until(lambda: prefill._core.posting._slow_plans)
                     sender.abort()
                     gate.opened.set()
         finally:

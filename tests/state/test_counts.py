@@ -66,10 +66,10 @@ def test_a_prefill_core_names_connections_and_the_peers_of_a_room() -> None:
     driver = PrefillDriver()
     driver.connect()
     driver(ev.SendOpened(ROOM))
-    assert driver.core.peers_of(ROOM) == driver.core.peers_of(99) == []
+    assert driver.core.rooms.peers_of(ROOM) == driver.core.rooms.peers_of(99) == []
     driver.hear(DECODE, grant())
-    assert driver.core.peers_of(ROOM) == [DECODE]
-    assert driver.core.connections() == [connection_of(DECODE)]
+    assert driver.core.rooms.peers_of(ROOM) == [DECODE]
+    assert list(driver.core.peers.connections()) == [connection_of(DECODE)]
 
 
 def test_a_decode_core_counts_rooms_peers_and_windows() -> None:

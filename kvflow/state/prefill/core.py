@@ -6,33 +6,26 @@ carry out in order. Equal events at equal times give equal effects, so any run c
 
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.pack import is_head_major
 from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import (
     AdmitChunks,
-    CheckHello,
     CountAnomaly,
     DisconnectTransport,
-    LogEvent,
-    Piece,
-    PlanPiece,
-    PostPiece,
     PrefillEffect,
     Reply,
-    YieldTurn,
 )
 from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
 from kvflow.state.prefill.deadlines import DeclineForgotten, PostStalled, PrefillTimer, RoomUnopened, SlotUnreturned
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.failed import FailedRooms
-from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
-from kvflow.state.prefill.queue import PieceQueue, Turn
+from kvflow.state.prefill.handshakes import Handshakes
+from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept
+from kvflow.state.prefill.posting import Posting
+from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.requests import Requests
 from kvflow.state.prefill.rooms import Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
@@ -40,9 +33,6 @@ from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
-    OLDEST_VERSION,
-    PAGE_BYTES,
-    PROTOCOL_VERSION,
     Ack,
     Announce,
     AnyMessage,
@@ -58,20 +48,9 @@ from kvflow.wire.messages import (
     Pong,
     Refuse,
     SlotReleased,
-    Staged,
-    Welcome,
 )
 
 __all__ = ["PrefillCore"]
-
-PIECES_PER_TURN = 4
-"""Pieces that are planned and posted before the core yields to the event loop."""
-
-BYTES_GATHERED_INLINE = 2**18
-"""Host memory that may be gathered on the event loop, in bytes; larger pieces are gathered off it."""
-
-SLOW_PLANS_AT_ONCE = 1
-"""Large plans that are made off the event loop at the same time."""
 
 
 class PrefillCore:
@@ -99,8 +78,8 @@ class PrefillCore:
         self.requests = Requests(context, self.rooms, failed, self.timers)
         self._settings = settings
         self._leaving = DrainState()
-        self._continues = False
-        self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
+        self.handshakes = Handshakes(me, settings, self.peers, self.slots, self._leaving, self._left)
+        self.posting = Posting(settings, self.queue, self.rooms, self.slots)
 
     def handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:
         """Process one event, and return its effects.
@@ -117,22 +96,12 @@ class PrefillCore:
                 the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
-        if self.queue.candidates and not self._continues:
-            effects += self._take_turn(now)
+        if self.posting.is_due:
+            effects += self.posting.take_turn(now)
         if self.queue.has_freed_capacity:
             self.queue.has_freed_capacity = False
             effects.append(AdmitChunks())
         return effects
-
-    def has_capacity(self, room: RoomId) -> bool:
-        """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
-        known = self.rooms.rooms.get(room)
-        return known is None or self.queue.has_capacity(known.peers)
-
-    def peers_of(self, room: RoomId) -> list[PeerId]:
-        """Return the decode ranks that have granted a room."""
-        known = self.rooms.rooms.get(room)
-        return [] if known is None else known.peers
 
     def missing_proofs(self, key: RoomId) -> list[MissingProof]:
         """Return the missing proofs that nothing reads the pages of a room any more."""
@@ -144,18 +113,6 @@ class PrefillCore:
         """Return the pages of a room by component, encoded as `WIRE_PAGES`."""
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()
-
-    def connections(self) -> list[bytes]:
-        """Return the connections over which decode ranks may be reached, during and after the handshake."""
-        return list(self.peers.connections())
-
-    def peer_at(self, connection: bytes) -> PeerId | None:
-        """Return the peer that has sent a Hello over a connection, if any."""
-        return self.peers.claimant(connection)
-
-    def peers_by_connection(self) -> dict[bytes, PeerId]:
-        """Return the connections over which decode ranks may be reached, with their peers."""
-        return self.peers.connections()
 
     @property
     def is_idle(self) -> bool:
@@ -179,11 +136,6 @@ class PrefillCore:
             slots_lost=slots.num_lost + self.slots.num_lost,
         )
 
-    @property
-    def max_pages(self) -> int:
-        """Maximum number of pages of one grant."""
-        return self._settings.limits.pending_grant_bytes // (2 * PAGE_BYTES)
-
     def needs_pages(self, connection: bytes, grant: Grant) -> bool:
         """Return whether a grant whose pages were not sent with it can be served only once they are here.
 
@@ -199,10 +151,6 @@ class PrefillCore:
     def has_place(self, peer: PeerId, num_bytes: int) -> bool:
         """Return whether page tables of a decode rank can be kept until their room is open."""
         return peer in self.peers and self.requests.waiting.has_bytes(self.peers.taker(peer), num_bytes)
-
-    def is_open(self, room: RoomId) -> bool:
-        """Return whether the engine has opened a room."""
-        return room in self.rooms.rooms
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -222,17 +170,17 @@ class PrefillCore:
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.TurnContinued():
-                self._continues = False
+                self.posting.resume()
                 return []
             case ev.DataReady():
                 return self.rooms.data_ready(event, now)
             case ev.PlanFinished():
-                self._end_slow_plan(event.delivery, event.seq)
+                self.posting.end_slow_plan(event.delivery, event.seq)
                 return self.rooms.plan_finished(event, now)
             case ev.PieceWentDirect():
                 return self.rooms.piece_went_direct(event)
             case ev.PlanFailed():
-                self._end_slow_plan(event.delivery, event.seq)
+                self.posting.end_slow_plan(event.delivery, event.seq)
                 return self.rooms.plan_failed(event, now)
             case ev.PostInDoubt():
                 effects = self.rooms.post_in_doubt(event, now)
@@ -246,7 +194,7 @@ class PrefillCore:
             case ev.SendAborted():
                 return self.rooms.abort(event.room, event.failure, now)
             case ev.HelloChecked():
-                return self._hello_checked(event, now)
+                return self.handshakes.finish_check(event, now)
             case ev.ReplyLost():
                 return self._reply_lost(event.connection, now)
             case ev.QuarantineReleased():
@@ -265,66 +213,6 @@ class PrefillCore:
             case _:
                 assert_never(event)
 
-    # Turns -----------------------------------------------------------------------------------------------------------
-
-    def _take_turn(self, now: float) -> list[PrefillEffect]:
-        """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
-        effects: list[PrefillEffect] = []
-        limit = self._settings.limits.descriptors_planned_inline
-        effort, effort_left = 0, limit
-
-        def turn(piece: Piece, is_packed: bool) -> Turn:
-            nonlocal effort, effort_left
-            effort = self._effort(piece, is_packed)
-            if effort > limit:
-                return Turn.TAKEN if self._may_plan_slowly else Turn.DEFERRED
-            effort_left -= effort
-            self._continues = effort_left < 0
-            return Turn.OVER if self._continues else Turn.TAKEN
-
-        for _ in range(PIECES_PER_TURN):
-            piece = self.queue.pop(now, turn)
-            if piece is not None:
-                effects += self._send_piece(piece, now, is_slow=effort > limit)
-            elif effort_left < 0 or not (self._may_plan_slowly and self.queue.resume()):
-                break
-        else:
-            self._continues = True
-        if self._continues:
-            effects.append(YieldTurn())
-        return effects
-
-    @property
-    def _may_plan_slowly(self) -> bool:
-        return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
-
-    def _end_slow_plan(self, delivery: ev.DeliveryId, seq: int) -> None:
-        if (delivery, seq) in self._slow_plans:
-            del self._slow_plans[delivery, seq]
-            self.queue.resume()
-
-    def _send_piece(self, piece: Piece, now: float, *, is_slow: bool) -> list[PrefillEffect]:
-        """Post a piece at once, or plan it off the event loop first."""
-        if piece.slots is not None:
-            staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
-            piece = replace(piece, notice=replace(piece.notice, staged=staged))
-        if is_slow or piece.grant.digest:
-            if is_slow:
-                self._slow_plans[piece.delivery, piece.seq] = None
-            return [PlanPiece(piece), *self.rooms.taken(piece, now, is_posted=False)]
-        if piece.slots is not None:
-            self.slots.posted(piece.delivery, piece.seq, piece.notice)
-        return [PostPiece(piece), *self.rooms.taken(piece, now, is_posted=True)]
-
-    def _effort(self, piece: Piece, is_packed: bool) -> int:
-        """Estimate the work for a piece in descriptors; gathering counts as the planning that takes as long."""
-        if not is_packed or self._settings.staging is None:
-            return piece.cost.num_descriptors
-        most = self._settings.limits.descriptors_planned_inline
-        if not self._settings.staging.gathers_inline:
-            return most + 1
-        return piece.cost.num_bytes * most // BYTES_GATHERED_INLINE
-
     def _look_again(self, peer: PeerId) -> None:
         self.queue.look_again(peer)
 
@@ -334,9 +222,9 @@ class PrefillCore:
         connection, message = event.connection, event.message
         if isinstance(message, Hello):
             if event.denied:
-                return self._refuse_hello(connection, message, event.denied, "hello_denied")
+                return self.handshakes.refuse(connection, message, event.denied, "hello_denied")
             kept = Kept(event.principal or message.peer.rank.instance, event.num_bytes)
-            return self._hello(connection, message, kept, now)
+            return self.handshakes.greet(connection, message, kept, now)
         peer = self.peers.at(connection)
         if peer is not None:
             denied = self._failure(FailureReason.REFUSED, event.denied) if event.denied else None
@@ -369,118 +257,6 @@ class PrefillCore:
             failure=decline.failure,
         )
 
-    def _hello(self, connection: bytes, hello: Hello, kept: Kept, now: float) -> list[PrefillEffect]:
-        detail = self._mismatch(connection, hello)
-        if detail is not None:
-            return self._refuse_hello(connection, hello, detail)
-        known = self.peers.find(hello.peer)
-        if known is not None and (known.attempt, known.connection) == (hello.attempt, connection):
-            return self._welcome(connection, hello)  # the first answer was lost
-        if self.peers.is_outdated(connection, hello):
-            return []
-        other = self.peers.other_incarnation(hello.peer)
-        if other is not None:
-            return self._ask_whether_it_lives(other, Newcomer(connection, hello, kept), now)
-        effects: list[PrefillEffect] = []
-        if self.peers.wants_other_cells(hello):
-            detail = f"{hello.peer.rank} wants different cells than before"
-            effects = self._left(hello.peer, self._failure(FailureReason.PEER_LOST, detail), now)
-        if not self.peers.has_place(hello.peer, kept):
-            return [*effects, *self._refuse_for_capacity(connection, hello)]
-        self.peers.begin_check(connection, hello, kept)
-        return [*effects, CheckHello(connection, hello)]
-
-    def _mismatch(self, connection: bytes, hello: Hello) -> str | None:
-        """Return why a Hello cannot be accepted, whatever its route; None if it can."""
-        lowest, highest = hello.versions
-        claimant = self.peers.claimant(connection)
-        layout = self._settings.layout
-        if hello.peer == self.me:
-            return "Hello names this rank as its sender"
-        if hello.to != self.me:
-            return f"Hello is for {hello.to}, but this is {self.me}"
-        if self._leaving.is_closing:
-            return f"{self.me.rank} is closing"
-        if claimant not in (None, hello.peer):
-            return f"the connection belongs to {claimant}"
-        if (over := self.peers.why_over(hello.peer)) is not None:
-            return over
-        if lowest > PROTOCOL_VERSION or highest < OLDEST_VERSION or lowest > highest:
-            own = f"{OLDEST_VERSION}-{PROTOCOL_VERSION}"
-            return f"no common protocol version: decode has {lowest}-{highest}, prefill has {own}"
-        if hello.backend != self._settings.backend:
-            return f"transports differ: decode has {hello.backend!r}, prefill has {self._settings.backend!r}"
-        if hello.layout.fingerprint != layout.fingerprint:
-            theirs, own = hello.layout.fingerprint, layout.fingerprint
-            return f"model fingerprints differ: decode has {theirs!r}, prefill has {own!r}"
-        return None
-
-    def _hello_checked(self, event: ev.HelloChecked, now: float) -> list[PrefillEffect]:
-        hello = event.hello
-        if self._leaving.is_closing:
-            return []
-        kept = self.peers.end_check(event.connection, hello)
-        if kept is None:
-            return self._forget_transport(hello.peer)
-        if event.link is None:
-            refused = self._refuse_hello(event.connection, hello, event.failure)
-            return [*self._forget_transport(hello.peer), *refused]
-        other = self.peers.other_incarnation(hello.peer)
-        if other is not None:  # it was connected while this one was checked
-            newcomer = Newcomer(event.connection, hello, kept)
-            return [DisconnectTransport(hello.peer), *self._ask_whether_it_lives(other, newcomer, now)]
-        is_new = hello.peer not in self.peers
-        self.peers.admit(event.connection, hello, event.link, kept, now)
-        self.slots.connected(hello.peer, event.link.staging, now)
-        news = [LogEvent("peer_connected", {"peer": str(hello.peer)})] if is_new else []
-        return [*news, *self._welcome(event.connection, hello)]
-
-    def _forget_transport(self, peer: PeerId) -> list[PrefillEffect]:
-        """Disconnect the transport that a check has connected, unless the peer is still in use."""
-        is_used = peer in self.peers or self.peers.is_checking(peer)
-        return [] if is_used else [DisconnectTransport(peer)]
-
-    def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
-        version = min(PROTOCOL_VERSION, hello.versions[1])
-        domain, endpoint = self._settings.domain, self._settings.endpoint
-        welcome = Welcome(
-            peer=self.me,
-            attempt=hello.attempt,
-            version=version,
-            domain=domain,
-            endpoint=endpoint,
-            max_pages=self.max_pages,
-        )
-        return [Reply(connection, welcome)]
-
-    def _refuse_hello(
-        self, connection: bytes, hello: Hello, detail: str, kind: str = "hello_refused"
-    ) -> list[PrefillEffect]:
-        if hello.to == self.me and kind == "hello_refused":  # else another process sent it
-            self.peers.refused(connection, hello.peer)
-        refusal = Refuse(peer=self.me, to=hello.peer, detail=detail, attempt=hello.attempt)
-        return [CountAnomaly(kind, hello.peer, detail=detail), Reply(connection, refusal)]
-
-    # Two processes with one rank name --------------------------------------------------------------------------------
-
-    def _refuse_for_capacity(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
-        detail = (
-            f"too many decode ranks of {hello.peer.rank.instance}, or too large Hellos: "
-            f"{len(self.peers)} decode ranks are connected, limits.peers={self._settings.limits.peers} allows a share"
-        )
-        return self._refuse_hello(connection, hello, detail)
-
-    def _ask_whether_it_lives(self, former: DecodePeer, newcomer: Newcomer, now: float) -> list[PrefillEffect]:
-        """Ping the connected incarnation before another one of the same rank replaces it.
-
-        If its process has ended, its connection is gone, and sending the Ping fails. A running process answers. If its
-        host is down, neither happens, and its lease expires. The newcomer repeats its Hello meanwhile.
-        """
-        if not self.peers.put_newcomer(former, newcomer):
-            return self._refuse_for_capacity(newcomer.connection, newcomer.hello)
-        former.asked_at = now
-        return [Reply(former.connection, Ping(peer=self.me))]
-
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
         """Note that a connection is gone. A newcomer replaces its decode rank; without one, the lease runs on."""
         former = self.peers.at(connection)
@@ -494,21 +270,7 @@ class PrefillCore:
             self.peers.put_newcomer(former, None)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{former.id.rank} has restarted")
-        return [*self._left(former.id, failure, now), *self._hello(*newcomer, now)]
-
-    def _is_alive(self, former: DecodePeer) -> list[PrefillEffect]:
-        """Refuse a newcomer, because the incarnation that it would replace has answered; log this once for each."""
-        if former.newcomer is None:
-            return []
-        connection, hello, _ = former.newcomer
-        self.peers.put_newcomer(former, None)
-        detail = f"another running process has the name {former.id.rank}: {former.id}"
-        effects = self._refuse_hello(connection, hello, detail)
-        if former.refused != hello.peer:
-            former.refused = hello.peer
-            values = {"peer": str(former.id), "refused": str(hello.peer)}
-            effects.append(LogEvent("rank_name_conflict", values, is_warning=True))
-        return effects
+        return [*self._left(former.id, failure, now), *self.handshakes.greet(*newcomer, now)]
 
     # Messages --------------------------------------------------------------------------------------------------------
 
@@ -543,7 +305,7 @@ class PrefillCore:
             case Ping():
                 return [Reply(peer.connection, Pong(peer=self.me, asks_ends=message.asks_ends))]
             case Pong():
-                return self._is_alive(peer)
+                return self.handshakes.refuse_newcomer(peer)
             case Cancel():
                 effects = self.requests.cancel(peer.id, message, now, was_asked=was_new)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))

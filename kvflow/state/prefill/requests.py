@@ -61,7 +61,7 @@ class Requests:
 
     def refuse_unopened(self, room: RoomId, failure: Failure) -> list[PrefillEffect]:
         """Refuse the requests for a room that the engine could not open; later ones are refused when they arrive."""
-        if self._rooms.find_room(room) is not None:
+        if self._rooms.rooms.get(room) is not None:
             return []
         told: dict[RankId, None] = {}
         effects: list[PrefillEffect] = []
@@ -198,7 +198,7 @@ class Requests:
         number, peer, generation = delivery_id
         if self.waiting.find(number, peer) is not None:
             return []
-        room = self._rooms.find_room(number)
+        room = self._rooms.rooms.get(number)
         if room is None:
             failed = self._failed.find(number)
             if was_asked or failed is None or peer.rank in failed.told:  # it knew that the last try has failed
@@ -241,7 +241,7 @@ class Requests:
     def _asked(self, delivery_id: DeliveryId) -> Asked | None:
         """Find a request that waits for its room, or an announcement in an open room."""
         number, peer, generation = delivery_id
-        room = self._rooms.find_room(number)
+        room = self._rooms.rooms.get(number)
         asked = self.waiting.find(number, peer) if room is None else room.announced.get(peer)
         return asked if asked is not None and asked.generation == generation else None
 
@@ -249,7 +249,7 @@ class Requests:
         """Remove the request that `_asked` finds; return whether there was one."""
         if self._asked(delivery_id) is None:
             return False
-        room = self._rooms.find_room(delivery_id.room)
+        room = self._rooms.rooms.get(delivery_id.room)
         if room is None:
             self.waiting.take(delivery_id.room, delivery_id.peer)
         else:
@@ -259,7 +259,7 @@ class Requests:
     def _ask(self, delivery_id: DeliveryId, asked: Asked, now: float, leaving: Failure | None) -> list[PrefillEffect]:
         """Serve a request, keep it until the engine opens the room, or refuse it."""
         self._declined.withdraw(delivery_id.room, delivery_id.peer.rank)
-        room = self._rooms.find_room(delivery_id.room)
+        room = self._rooms.rooms.get(delivery_id.room)
         if room is not None:
             return self._rooms.serve(room, delivery_id.peer, asked, now)
         return self._context.refuse(delivery_id, leaving) if leaving else self._keep(delivery_id, asked, now)
@@ -322,7 +322,7 @@ class Requests:
 
     def _note_told(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: their next request is a new try."""
-        failed, known = self._failed.find(room), self._rooms.find_room(room)
+        failed, known = self._failed.find(room), self._rooms.rooms.get(room)
         told = failed.told if failed is not None else known.told if known is not None else {}  # or its posts continue
         if len(told) < self._limits.peers:
             told.update(dict.fromkeys(ranks))

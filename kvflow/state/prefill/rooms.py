@@ -65,10 +65,6 @@ class Rooms:
         self._quarantine = quarantine
         self.unfenced = UnfencedDeliveries(context.peers, self._limits.unfenced)
 
-    def find_room(self, room: RoomId) -> Room | None:
-        """Find an open room."""
-        return self.rooms.get(room)
-
     def find_delivery(self, delivery_id: DeliveryId) -> tuple[Room | None, Delivery | None]:
         """Find a delivery in an open room, and the room."""
         room = self.rooms.get(delivery_id.room)
@@ -96,6 +92,20 @@ class Rooms:
         self._failed.forget(room)
         opened = self.rooms[room] = Room(self._context, room, has_lease=has_lease)
         return opened
+
+    def is_open(self, room: RoomId) -> bool:
+        """Return whether the engine has opened a room."""
+        return room in self.rooms
+
+    def peers_of(self, room: RoomId) -> list[PeerId]:
+        """Return the decode ranks that have granted a room."""
+        known = self.rooms.get(room)
+        return [] if known is None else known.peers
+
+    def has_capacity(self, room: RoomId) -> bool:
+        """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
+        known = self.rooms.get(room)
+        return known is None or self._context.queue.has_capacity(known.peers)
 
     def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.

@@ -57,7 +57,7 @@ def test_a_hello_is_checked_and_then_welcomed(core: PrefillDriver) -> None:
     effects = core(core.checked(hello))
     assert replies(effects) == [(FIRST, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))]
     assert of_kind(effects, LogEvent) == [LogEvent("peer_connected", {"peer": str(DECODE)})]
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 def test_a_hello_that_is_retransmitted_while_it_is_checked_is_checked_once(core: PrefillDriver) -> None:
@@ -111,7 +111,7 @@ def test_the_same_attempt_over_another_connection_takes_the_place_of_the_first(c
     assert say(core, hello, SECOND) == [CheckHello(SECOND, hello)]
     effects = core(core.checked(hello, connection=SECOND))
     assert replies(effects) == [(SECOND, Welcome(peer=PREFILL, attempt=0, version=3, endpoint=endpoint_of(PREFILL)))]
-    assert core.core.connections() == [SECOND]
+    assert list(core.core.peers.connections()) == [SECOND]
     assert messages(core(ev.MessageArrived(FIRST, Ping(peer=DECODE))), Refuse), "the old connection is nobody's"
 
 
@@ -153,7 +153,7 @@ def test_a_hello_that_cannot_fit_is_refused_unchecked(
     assert (connection, refusal.peer, refusal.to, refusal.attempt) == (FIRST, PREFILL, DECODE, 0)
     assert detail in refusal.detail
     assert anomalies(effects) == ["hello_refused"]
-    assert core.core.connections() == []
+    assert list(core.core.peers.connections()) == []
 
 
 def test_another_model_is_refused(core: PrefillDriver) -> None:
@@ -167,7 +167,7 @@ def test_a_route_that_does_not_fit_is_refused_with_the_reason(core: PrefillDrive
     say(core, hello)
     ((_, refusal),) = replies(core(ev.HelloChecked(FIRST, hello, None, "layouts differ")))
     assert (refusal.detail, refusal.attempt) == ("layouts differ", 0)
-    assert core.core.connections() == []
+    assert list(core.core.peers.connections()) == []
     assert say(core, hello) == [CheckHello(FIRST, hello)], "it may fit the next time"
 
 
@@ -240,9 +240,11 @@ def test_a_restarted_decode_rank_takes_the_place_of_its_former_incarnation(core:
     assert DisconnectTransport(DECODE) in effects
     (_, connected) = of_kind(effects, LogEvent)
     assert connected == LogEvent("peer_connected", {"peer": str(again)})
-    assert core.core.connections() == [connection_of(again), FIRST], "it may have been a hello of a dead one"
+    assert list(core.core.peers.connections()) == [connection_of(again), FIRST], (
+        "it may have been a hello of a dead one"
+    )
     core.hear(again, Ping(peer=again))
-    assert core.core.connections() == [connection_of(again)]
+    assert list(core.core.peers.connections()) == [connection_of(again)]
     assert messages(core.hear(DECODE, Ping(peer=DECODE)), Refuse)
 
 
@@ -273,7 +275,7 @@ def test_a_newcomer_is_refused_while_the_rank_that_it_claims_to_be_answers(core:
     assert str(DECODE) in refusal.detail
     [log] = of_kind(effects, LogEvent)
     assert log == LogEvent("rank_name_conflict", {"peer": str(DECODE), "refused": str(newcomer)}, is_warning=True)
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
     assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
     core(arrival)
     assert of_kind(core.hear(DECODE, Pong(peer=DECODE)), LogEvent) == []  # logged once per newcomer
@@ -292,7 +294,7 @@ def test_the_place_of_a_process_that_has_ended_is_taken_at_once(core: PrefillDri
     assert effects[-1] == CheckHello(connection_of(newcomer), hello)
     core(core.checked(hello))
     core.hear(newcomer, Ping(peer=newcomer))
-    assert core.core.connections() == [connection_of(newcomer)]
+    assert list(core.core.peers.connections()) == [connection_of(newcomer)]
 
 
 def test_a_lost_reply_alone_disconnects_nobody(core: PrefillDriver) -> None:
@@ -300,7 +302,7 @@ def test_a_lost_reply_alone_disconnects_nobody(core: PrefillDriver) -> None:
     assert core(ev.ReplyLost(FIRST)) == []
     assert core(ev.ReplyLost(b"unknown")) == []
     assert core.hear(DECODE, Pong(peer=DECODE)) == []
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 def test_a_newcomer_takes_the_place_of_a_silent_rank_within_its_lease(core: PrefillDriver) -> None:
@@ -321,7 +323,7 @@ def test_of_two_newcomers_that_are_checked_at_once_the_first_is_connected(core: 
     effects = core(core.checked(hellos[1]))
     assert effects == [DisconnectTransport(newcomer), Reply(FIRST, Ping(peer=PREFILL))]
     assert len(messages(core.hear(DECODE, Pong(peer=DECODE)), Refuse)) == 1
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 def test_a_newcomer_that_has_said_goodbye_takes_no_place(core: PrefillDriver) -> None:
@@ -330,7 +332,7 @@ def test_a_newcomer_that_has_said_goodbye_takes_no_place(core: PrefillDriver) ->
     core(ev.MessageArrived(connection_of(newcomer), core.hello(newcomer)))
     core(ev.MessageArrived(connection_of(newcomer), Goodbye(peer=newcomer)))
     assert core(ev.ReplyLost(FIRST)) == []
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 def test_a_newcomer_that_is_long_gone_takes_no_place(core: PrefillDriver) -> None:
@@ -342,7 +344,7 @@ def test_a_newcomer_that_is_long_gone_takes_no_place(core: PrefillDriver) -> Non
         core.hear(DECODE, Ping(peer=DECODE))
         core.sleep(1.0)
     assert core(ev.ReplyLost(FIRST)) == []
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 @pytest.mark.parametrize("is_checked_first", [True, False])
@@ -363,7 +365,7 @@ def test_a_hello_of_a_dead_incarnation_whose_check_ends_late_replaces_nobody(
     else:
         assert len(messages(core.hear(again, Pong(peer=again)), Refuse)) == 1
     assert messages(core.hear(again, Ping(peer=again)), Pong) != []
-    assert core.core.connections() == [connection_of(again)]
+    assert list(core.core.peers.connections()) == [connection_of(again)]
 
 
 def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
@@ -372,7 +374,7 @@ def _replaced_by_a_dead_one(core: PrefillDriver, dead: PeerId) -> None:
     core(ev.MessageArrived(connection_of(dead), hello))
     assert core(ev.ReplyLost(FIRST))[-1] == CheckHello(connection_of(dead), hello)
     assert messages(core(core.checked(hello)), Welcome)
-    assert core.core.connections() == [connection_of(dead), FIRST]
+    assert list(core.core.peers.connections()) == [connection_of(dead), FIRST]
 
 
 @pytest.mark.parametrize("is_silent", [True, False], ids=["its host is off", "its process has ended"])
@@ -390,11 +392,11 @@ def test_a_living_rank_comes_back_after_a_hello_of_a_dead_incarnation(core: Pref
     else:
         core(ev.ReplyLost(connection_of(dead)))
     assert messages(core(core.checked(again, connection=connection)), Welcome)
-    assert core.core.connections() == [connection]
+    assert list(core.core.peers.connections()) == [connection]
     assert 5 in core.core.peers[DECODE].closed, "what it was granted before is over"
     say(core, core.hello(dead), connection_of(dead, 1))
     assert messages(core(ev.MessageArrived(connection, Pong(peer=DECODE))), Refuse)
-    assert core.core.connections() == [connection]
+    assert list(core.core.peers.connections()) == [connection]
 
 
 def test_a_goodbye_that_waited_behind_the_hello_of_a_dead_incarnation_ends_that_one_only(core: PrefillDriver) -> None:
@@ -435,7 +437,7 @@ def test_a_connection_belongs_to_one_decode_rank(core: PrefillDriver, is_checked
     core.hear(OTHER_DECODE, Goodbye(peer=OTHER_DECODE))
     assert messages(core.hear(DECODE, Ping(peer=DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
     core.hear(DECODE, Goodbye(peer=DECODE))
-    assert core.core.connections() == []
+    assert list(core.core.peers.connections()) == []
 
 
 def test_a_connection_that_a_decode_rank_has_left_may_become_anothers(core: PrefillDriver) -> None:
@@ -443,7 +445,7 @@ def test_a_connection_that_a_decode_rank_has_left_may_become_anothers(core: Pref
     core.connect(DECODE, connection=connection_of(DECODE, 1))
     core.connect(OTHER_DECODE, connection=connection_of(DECODE))
     core.hear(DECODE, Goodbye(peer=DECODE))
-    assert core.core.connections() == [connection_of(DECODE)]
+    assert list(core.core.peers.connections()) == [connection_of(DECODE)]
     assert messages(core.hear(OTHER_DECODE, Ping(peer=OTHER_DECODE)), Pong) == [(DECODE, Pong(peer=PREFILL))]
 
 
@@ -517,14 +519,14 @@ def test_goodbye_goes_over_the_connection_of_the_last_hello(core: PrefillDriver)
     [(_, refusal)] = replies(say(core, core.hello(), SECOND))
     assert isinstance(refusal, Refuse)
     assert refusal.detail == "prefill/0 is closing"
-    assert core.core.connections() == [SECOND]
+    assert list(core.core.peers.connections()) == [SECOND]
     assert [connection for connection, _ in replies(core(ev.TransportClosed()))] == [SECOND]
 
 
 def test_a_hello_to_the_former_incarnation_changes_no_connection(core: PrefillDriver) -> None:
     disconnect(core)
     say(core, core.hello(to=peer("prefill", incarnation=9)), SECOND)
-    assert core.core.connections() == [FIRST]
+    assert list(core.core.peers.connections()) == [FIRST]
 
 
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["said goodbye", "restarted"])
@@ -583,7 +585,7 @@ def test_a_goodbye_of_a_disconnected_decode_rank_counts(core: PrefillDriver) -> 
     assert [one.id for one in core.core.rooms.unfenced] == [delivery]
     say(core, Goodbye(peer=DECODE))
     assert not core.core.rooms.unfenced
-    assert core.core.connections() == []
+    assert list(core.core.peers.connections()) == []
 
 
 def test_who_says_goodbye_while_its_hello_is_checked_is_not_welcomed(core: PrefillDriver) -> None:
@@ -619,7 +621,7 @@ def test_a_goodbye_over_the_connection_of_a_hello_that_is_checked_ends_the_rank(
     effects = core(ev.MessageArrived(connection_of(DECODE, 1), Goodbye(peer=DECODE)))
     assert DisconnectTransport(DECODE) in effects
     assert core.core.is_idle
-    assert core.core.connections() == []
+    assert list(core.core.peers.connections()) == []
     assert core(core.checked(again, connection=connection_of(DECODE, 1))) == [DisconnectTransport(DECODE)]
 
 

@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import Limits
 from kvflow.state import events as ev
 from kvflow.state.effects import AdmitChunks, DropPlan, PostPlan, PrefillEffect, YieldTurn
-from kvflow.state.prefill.core import PIECES_PER_TURN
+from kvflow.state.prefill.posting import PIECES_PER_TURN
 from kvflow.wire.messages import Cancel, Drained, Failed, Grant, Staged
 from tests.support.cores import (
     ABORTED,
@@ -209,18 +209,18 @@ def full(limits: Limits) -> PrefillDriver:
 
 def test_a_chunk_may_be_offered_while_fewer_pieces_wait_than_allowed() -> None:
     core = full(Limits(posts_per_peer=1, queued_chunks=3))
-    assert core.core.has_capacity(ROOM), "one is posted, two wait"
+    assert core.core.rooms.has_capacity(ROOM), "one is posted, two wait"
     core(chunk(6, 8))
-    assert not core.core.has_capacity(ROOM)
-    assert core.core.has_capacity(99), "a room that is not open waits for nobody"
+    assert not core.core.rooms.has_capacity(ROOM)
+    assert core.core.rooms.has_capacity(99), "a room that is not open waits for nobody"
 
 
 def test_chunks_that_wait_for_capacity_are_offered_when_there_is_some_again() -> None:
     core = full(Limits(posts_per_peer=1, queued_chunks=2))
-    assert not core.core.has_capacity(ROOM)
+    assert not core.core.rooms.has_capacity(ROOM)
     effects = end(core, 0)
     assert effects[-1] == AdmitChunks()
-    assert core.core.has_capacity(ROOM)
+    assert core.core.rooms.has_capacity(ROOM)
     assert AdmitChunks() not in end(core, 1)
 
 
@@ -234,9 +234,9 @@ def test_a_decode_rank_with_too_much_in_line_holds_up_only_rooms_that_it_asked_f
     core.connect(OTHER_DECODE)
     core(ev.SendOpened(8))
     core.hear(OTHER_DECODE, grant(room=8))
-    assert core.core.has_capacity(8)
-    assert not core.core.has_capacity(ROOM)
-    assert core.core.peers_of(8) == [OTHER_DECODE]
+    assert core.core.rooms.has_capacity(8)
+    assert not core.core.rooms.has_capacity(ROOM)
+    assert core.core.rooms.peers_of(8) == [OTHER_DECODE]
     assert delivery(OTHER_DECODE, 8).peer in core.core.peers
 
 

@@ -1,0 +1,112 @@
+"""Decides which queued pieces are planned and posted now, and which plans are made off the event loop. Pure."""
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from kvflow.geometry.pack import is_head_major
+from kvflow.state import events as ev
+from kvflow.state.effects import Piece, PlanPiece, PostPiece, PrefillEffect, YieldTurn
+from kvflow.state.prefill.queue import PieceQueue, Turn
+from kvflow.state.prefill.rooms import Rooms
+from kvflow.state.prefill.slots import RemoteSlots
+from kvflow.state.settings import PrefillSettings
+from kvflow.wire.messages import Staged
+
+__all__ = ["Posting"]
+
+PIECES_PER_TURN: Final = 4
+"""Pieces that are planned and posted before the core yields to the event loop."""
+
+BYTES_GATHERED_INLINE: Final = 2**18
+"""Host memory that may be gathered on the event loop, in bytes; larger pieces are gathered off it."""
+
+SLOW_PLANS_AT_ONCE: Final = 1
+"""Large plans that are made off the event loop at the same time."""
+
+
+class Posting:
+    """Takes pieces from the queue in turns, so that neither the event loop nor a small piece waits for a large plan.
+
+    Args:
+        settings: Settings of this rank.
+        queue: The pieces that wait.
+        rooms: Rooms of the pieces.
+        slots: Staging slots of decode ranks.
+    """
+
+    def __init__(self, settings: PrefillSettings, queue: PieceQueue, rooms: Rooms, slots: RemoteSlots) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._rooms = rooms
+        self._slots = slots
+        self._continues = False
+        self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether pieces can be taken, and the event loop has had its turn."""
+        return bool(self._queue.candidates) and not self._continues
+
+    def resume(self) -> None:
+        """Note that the event loop has run other tasks."""
+        self._continues = False
+
+    def take_turn(self, now: float) -> list[PrefillEffect]:
+        """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
+        effects: list[PrefillEffect] = []
+        limit = self._settings.limits.descriptors_planned_inline
+        effort, effort_left = 0, limit
+
+        def turn(piece: Piece, is_packed: bool) -> Turn:
+            nonlocal effort, effort_left
+            effort = self._effort(piece, is_packed)
+            if effort > limit:
+                return Turn.TAKEN if self._may_plan_slowly else Turn.DEFERRED
+            effort_left -= effort
+            self._continues = effort_left < 0
+            return Turn.OVER if self._continues else Turn.TAKEN
+
+        for _ in range(PIECES_PER_TURN):
+            piece = self._queue.pop(now, turn)
+            if piece is not None:
+                effects += self._send_piece(piece, now, is_slow=effort > limit)
+            elif effort_left < 0 or not (self._may_plan_slowly and self._queue.resume()):
+                break
+        else:
+            self._continues = True
+        if self._continues:
+            effects.append(YieldTurn())
+        return effects
+
+    @property
+    def _may_plan_slowly(self) -> bool:
+        return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
+
+    def end_slow_plan(self, delivery: ev.DeliveryId, seq: int) -> None:
+        """Note that the plan of a piece was made or has failed; another one may be made off the event loop."""
+        if (delivery, seq) in self._slow_plans:
+            del self._slow_plans[delivery, seq]
+            self._queue.resume()
+
+    def _send_piece(self, piece: Piece, now: float, *, is_slow: bool) -> list[PrefillEffect]:
+        """Post a piece at once, or plan it off the event loop first."""
+        if piece.slots is not None:
+            staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
+            piece = replace(piece, notice=replace(piece.notice, staged=staged))
+        if is_slow or piece.grant.digest:
+            if is_slow:
+                self._slow_plans[piece.delivery, piece.seq] = None
+            return [PlanPiece(piece), *self._rooms.taken(piece, now, is_posted=False)]
+        if piece.slots is not None:
+            self._slots.posted(piece.delivery, piece.seq, piece.notice)
+        return [PostPiece(piece), *self._rooms.taken(piece, now, is_posted=True)]
+
+    def _effort(self, piece: Piece, is_packed: bool) -> int:
+        """Estimate the work for a piece in descriptors; gathering counts as the planning that takes as long."""
+        if not is_packed or self._settings.staging is None:
+            return piece.cost.num_descriptors
+        most = self._settings.limits.descriptors_planned_inline
+        if not self._settings.staging.gathers_inline:
+            return most + 1
+        return piece.cost.num_bytes * most // BYTES_GATHERED_INLINE
