@@ -3,17 +3,44 @@
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from kvflow.wire.messages import PeerId
+from kvflow.wire.messages import PeerId, RankId
 
-__all__ = ["ByPeer"]
+__all__ = ["ByPeer", "Incarnations"]
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class ByPeer(Generic[Key]):
-    """Keys of items by the peers that they concern, in the order in which they were added."""
+class Incarnations:
+    """Some peers, by rank."""
 
     def __init__(self) -> None:
+        self._of: dict[RankId, dict[PeerId, None]] = {}
+
+    def add(self, peer: PeerId) -> None:
+        """Add a peer."""
+        self._of.setdefault(peer.rank, {})[peer] = None
+
+    def remove(self, peer: PeerId) -> None:
+        """Remove a peer, which was added."""
+        of_rank = self._of[peer.rank]
+        del of_rank[peer]
+        if not of_rank:
+            del self._of[peer.rank]
+
+    def others(self, peer: PeerId) -> list[PeerId]:
+        """Return the other incarnations of the rank of a peer."""
+        return [other for other in self._of.get(peer.rank, ()) if other != peer]
+
+
+class ByPeer(Generic[Key]):
+    """Keys of items by the peers that they concern, in the order in which they were added.
+
+    Attributes:
+        incarnations: The peers that have items; read-only.
+    """
+
+    def __init__(self) -> None:
+        self.incarnations = Incarnations()
         self._keys: dict[PeerId, dict[Key, None]] = {}
         self._peers: dict[Key, dict[PeerId, None]] = {}
 
@@ -36,7 +63,10 @@ class ByPeer(Generic[Key]):
 
     def add(self, peer: PeerId, key: Key) -> None:
         """Add an item of a peer."""
-        self._keys.setdefault(peer, {})[key] = None
+        if peer not in self._keys:
+            self._keys[peer] = {}
+            self.incarnations.add(peer)
+        self._keys[peer][key] = None
         self._peers.setdefault(key, {})[peer] = None
 
     def remove(self, key: Key) -> None:
@@ -46,3 +76,4 @@ class ByPeer(Generic[Key]):
             del keys[key]
             if not keys:
                 del self._keys[peer]
+                self.incarnations.remove(peer)

@@ -62,6 +62,8 @@ def _check_prefill(core: PrefillCore) -> None:
     counts = Counter(delivery.id.peer for delivery in rooms.unfenced)
     by_peer = rooms.unfenced.counts()
     _require(by_peer == counts, "unfenced deliveries are miscounted", counted=by_peer)
+    to_gone = sum(count for peer, count in counts.items() if peer not in core.peers)
+    _require(rooms.unfenced.num_to_gone == to_gone, "unfenced deliveries to disconnected ranks are miscounted")
     for delivery in rooms.unfenced:
         _require(not delivery.is_fenced, "delivery is fenced but not forgotten", delivery=delivery.id)
     for number, room in rooms.rooms.items():

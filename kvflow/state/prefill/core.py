@@ -194,7 +194,7 @@ class PrefillCore:
             case ev.SendAborted():
                 return self.rooms.abort(event.room, event.failure, now)
             case ev.HelloChecked():
-                return self.handshakes.finish_check(event, now)
+                return self._hello_checked(event, now)
             case ev.ReplyLost():
                 return self._reply_lost(event.connection, now)
             case ev.QuarantineReleased():
@@ -256,6 +256,11 @@ class PrefillCore:
             engine_rank=self.me.rank.engine_rank,
             failure=decline.failure,
         )
+
+    def _hello_checked(self, event: ev.HelloChecked, now: float) -> list[PrefillEffect]:
+        effects = self.handshakes.finish_check(event, now)
+        self.rooms.unfenced.find_connected(event.hello.peer)
+        return effects
 
     def _reply_lost(self, connection: bytes, now: float) -> list[PrefillEffect]:
         """Note that a connection is gone. A newcomer replaces its decode rank; without one, the lease runs on."""

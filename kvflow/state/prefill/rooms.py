@@ -215,6 +215,7 @@ class Rooms:
         for delivery in self._deliveries_to(peer):
             for seq in delivery.posted:
                 self._release_credit(delivery.id, seq)
+        self.unfenced.peer_disconnected(peer)
 
     def is_fenced(self, peer: PeerId) -> bool:
         """Return whether no write to a decode rank can still land."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvflow.config import Timeouts
+from kvflow.state.by_peer import Incarnations
 from kvflow.state.effects import PrefillEffect
 from kvflow.state.events import DeliveryId, PostEnded
 from kvflow.state.prefill.deadlines import PrefillTimer, SlotUnreturned
@@ -126,6 +127,7 @@ class RemoteSlots:
         self._timers = timers
         self._on_change = on_change
         self._windows: dict[PeerId, _Window] = {}
+        self._incarnations = Incarnations()
 
     def __len__(self) -> int:
         """Return the number of slots that were posted to and are not known to be free."""
@@ -155,9 +157,10 @@ class RemoteSlots:
         """Record the window of a decode rank that has connected; slots still in use stay in use."""
         known = self._windows.get(peer)
         if known is None or (known.pool.is_whole and known.window != window):
-            self._windows.pop(peer, None)
+            self._drop([peer])
             if window is not None:
                 self._windows[peer] = _Window(window)
+                self._incarnations.add(peer)
             return
         known.is_connected = known.window == window
         for (delivery, seq), use in known.uses.items():
@@ -177,13 +180,13 @@ class RemoteSlots:
 
     def peer_restarted(self, peer: PeerId) -> list[PeerId]:
         """Forget earlier incarnations of a decode rank, and return them."""
-        earlier = [other for other in self._windows if other.rank == peer.rank and other != peer]
+        earlier = self._incarnations.others(peer)
         self._drop(earlier)
         return earlier
 
     def left(self, peer: PeerId) -> None:
         """Forget a terminated incarnation of a decode rank."""
-        self._drop([peer] if peer in self._windows else [])
+        self._drop([peer])
 
     def posted(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Note that the bytes of a staged notice are being written into its slot."""
@@ -272,7 +275,7 @@ class RemoteSlots:
     def _forget_if_whole(self, peer: PeerId) -> None:
         known = self._windows[peer]
         if not known.is_connected and known.pool.is_whole:
-            del self._windows[peer]
+            self._drop([peer])
 
     def _find(self, delivery: DeliveryId, seq: int) -> tuple[_Window | None, _Use | None]:
         known = self._windows.get(delivery.peer)
@@ -280,5 +283,8 @@ class RemoteSlots:
 
     def _drop(self, peers: list[PeerId]) -> None:
         for peer in peers:
-            for delivery, seq in self._windows.pop(peer).uses:
-                self._timers.clear(SlotUnreturned(delivery, seq))
+            known = self._windows.pop(peer, None)
+            if known is not None:
+                self._incarnations.remove(peer)
+                for delivery, seq in known.uses:
+                    self._timers.clear(SlotUnreturned(delivery, seq))

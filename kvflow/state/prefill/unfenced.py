@@ -27,6 +27,9 @@ class UnfencedDeliveries:
     Args:
         peers: Decode ranks.
         limit: Maximum number of deliveries.
+
+    Attributes:
+        num_to_gone: Number of deliveries to disconnected decode ranks; read-only.
     """
 
     def __init__(self, peers: DecodePeers, limit: int) -> None:
@@ -34,6 +37,8 @@ class UnfencedDeliveries:
         self._limit = limit
         self._deliveries: dict[DeliveryId, Delivery] = {}
         self._by_peer: ByPeer[DeliveryId] = ByPeer()
+        self._gone: dict[PeerId, None] = {}  # disconnected decode ranks with deliveries
+        self.num_to_gone = 0
 
     def __len__(self) -> int:
         return len(self._deliveries)
@@ -57,6 +62,21 @@ class UnfencedDeliveries:
         delivery.forget_pages()
         self._deliveries[delivery.id] = delivery
         self._by_peer.add(delivery.id.peer, delivery.id)
+        if delivery.id.peer not in self._peers:
+            self._gone[delivery.id.peer] = None
+            self.num_to_gone += 1
+
+    def find_connected(self, peer: PeerId) -> None:
+        """Find out whether a decode rank has reconnected; the deliveries to it are kept then."""
+        if peer in self._gone and peer in self._peers:
+            del self._gone[peer]
+            self.num_to_gone -= self._by_peer.count_of(peer)
+
+    def peer_disconnected(self, peer: PeerId) -> None:
+        """Drop the deliveries to a decode rank if there are too many."""
+        if peer in self._by_peer:
+            self._gone[peer] = None
+            self.num_to_gone += self._by_peer.count_of(peer)
 
     def settle(self, delivery: Delivery, effects: list[PrefillEffect]) -> list[PrefillEffect]:
         """Forget a delivery if nothing of it can land any more; return the effects of the step that it took."""
@@ -75,7 +95,7 @@ class UnfencedDeliveries:
         Returns:
             The earlier incarnations.
         """
-        earlier = [other for other in self._by_peer.peers if other.rank == peer.rank and other != peer]
+        earlier = self._by_peer.incarnations.others(peer)
         for other in earlier:
             self.forget_peer(other)
         return earlier
@@ -110,21 +130,23 @@ class UnfencedDeliveries:
     def _has_place(self) -> bool:
         """Return whether there is place for another delivery.
 
-        Those to disconnected ranks are dropped for it, oldest first, unless that would not be enough.
+        Those to disconnected ranks are dropped for it, in the order in which they left, unless that is not enough.
         """
         if len(self) < self._limit:
             return True
-        counts = self.counts()
-        if self._limit <= sum(count for peer, count in counts.items() if peer in self._peers):
+        if self._limit <= len(self) - self.num_to_gone:
             return False
-        for peer in counts:
-            if len(self) >= self._limit and peer not in self._peers:
-                self.forget_peer(peer)
-                self._peers.end(
-                    peer, "writes to this incarnation are no longer tracked, because too many have not ended"
-                )
+        while len(self) >= self._limit:
+            peer = next(iter(self._gone))
+            self.forget_peer(peer)
+            self._peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
         return True
 
     def _forget(self, delivery_id: DeliveryId) -> None:
         del self._deliveries[delivery_id]
         self._by_peer.remove(delivery_id)
+        peer = delivery_id.peer
+        if peer in self._gone:
+            self.num_to_gone -= 1
+            if peer not in self._by_peer:
+                del self._gone[peer]
