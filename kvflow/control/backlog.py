@@ -63,9 +63,11 @@ class Backlog:
 
     def _look(self, fd: int) -> int:
         """Query the kernel, and return the unsent bytes. Acknowledged heartbeats and handshakes give no credit."""
-        acked = self._tcp.acked(fd)
-        self._sent[fd] = self._sent[fd] if acked is None else max(self._sent[fd], acked)
-        waiting = 0 if acked is None else self._sent[fd] - acked
+        counts = self._tcp.counts(fd)
+        waiting = 0
+        if counts is not None:
+            self._sent[fd] = max(self._sent[fd], counts.acked)
+            waiting = self._sent[fd] - counts.acked
         self._in_all += waiting - self._waiting[fd]
         self._waiting[fd] = waiting
         return waiting

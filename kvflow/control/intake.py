@@ -105,6 +105,7 @@ class Intake:
         self._ended: dict[bytes, int] = {}
         self._broken: OrderedDict[bytes, None] = OrderedDict()
         self._nameless: set[int] = set()  # closed before a message of it was read
+        self._doubtful: set[int] = set()  # used before by a connection that ended before a message of it was read
         self._unheard: set[int] = set()
         self._suspects: set[int | bytes] = set()
         self.num_bytes = 0
@@ -138,6 +139,9 @@ class Intake:
             frame = self._socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
             self._ended.clear()  # nothing is left of connections that have ended
+            for fd in self._doubtful:
+                self._owners.pop(fd, None)
+            self._doubtful.clear()
             raise
         if self._is_in_rest:
             self._is_in_rest = frame.more
@@ -170,9 +174,12 @@ class Intake:
         return frames
 
     def _live(self, fd: int, name: bytes) -> int:
-        """Return the descriptor of a message's connection; -1 if it has ended, and another one may have its number."""
+        """Return the descriptor of a message's connection; -1 if it has ended, and another one may have its number.
+
+        While that is in doubt, both count as the connection, so that the one that exists is answered.
+        """
         owner = self._owners.get(fd)
-        if owner is None and fd in self._taken and name not in self._ended:
+        if (owner is None or fd in self._doubtful) and fd in self._taken and name not in self._ended:
             owner = self._owners[fd] = name
         return fd if owner == name else -1
 
@@ -213,10 +220,11 @@ class Intake:
 
     def forget(self, fd: int) -> None:
         """Stop watching a connection, which has ended. What it has sent still counts until it is read."""
-        self._taken.pop(fd, None)
         self._unheard.discard(fd)
         self._suspects.discard(fd)
         name, left = self._owners.pop(fd, None), self._left.pop(fd, 0)
+        if self._taken.pop(fd, None) is not None and name is None:
+            self._doubtful.add(fd)
         if name is not None and name not in self._broken:
             self._ended[name] = left
 
@@ -257,19 +265,19 @@ class Intake:
 
     def _check_some(self, fds: list[int]) -> None:
         """Look at some connections, and at the others in later turns; then close those over their limits."""
-        now = [fd for fd in fds[:LOOKED_AT_ONCE] if fd in self._taken]
-        for fd in now:
-            self._taken[fd] += COMMAND_BYTES
-        self._look(now)
-        if self._num_ids:
-            self._close_silent(now)
+        for fd in fds[:LOOKED_AT_ONCE]:
+            if fd in self._taken:
+                self._taken[fd] += COMMAND_BYTES
+                silence_ms = self._look(fd)
+                if self._num_ids and silence_ms > MAX_SILENCE_MS and fd not in self._unheard:
+                    self._tcp.shut(fd)  # libzmq then reports its end
         if len(fds) > LOOKED_AT_ONCE:
             self._timer = self._loop.call_soon(self._check_some, fds[LOOKED_AT_ONCE:])
         else:
             self._close_excessive()
 
     def _close_excessive(self) -> None:
-        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._taken} | self._ended
+        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._taken if self._left[fd]} | self._ended
         in_all = sum(waiting.values())
         suspects = set()
         for one in sorted(waiting, key=lambda one: (one in self._ended, waiting[one]), reverse=True):
@@ -287,27 +295,27 @@ class Intake:
         is_needed = self._taken or self._ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
-    def _close_silent(self, fds: list[int]) -> None:
-        for fd in fds:
-            silence_ms = None if fd in self._unheard else self._tcp.silence_ms(fd)
-            if silence_ms is not None and silence_ms > MAX_SILENCE_MS:
-                self._tcp.shut(fd)  # libzmq then reports its end
-
     def _look_at_some(self) -> None:
         """Look at the connections whose turn it is, and note when the next ones have theirs."""
         start = self._loop.time()
         if not self._next_fds:
             self._next_fds = list(self._taken)
         now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
-        self._look(now)
+        for fd in now:
+            if fd in self._taken:
+                self._look(fd)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))
 
-    def _look(self, fds: list[int]) -> None:
-        """Ask the kernel how many received bytes of some connections are unread, less an allowance for heartbeats."""
-        for fd in fds:
-            taken = self._taken.get(fd)
-            received = None if taken is None else self._tcp.received(fd)
-            if taken is not None and received is not None:
-                self._taken[fd] = min(taken, received)
-                self._left[fd] = received - self._taken[fd]
+    def _look(self, fd: int) -> int:
+        """Note how many received bytes of a connection are unread, less an allowance for heartbeats.
+
+        Returns:
+            The time since data was last received, in milliseconds; 0 if unknown.
+        """
+        counts = self._tcp.counts(fd)
+        if counts is None:
+            return 0
+        self._taken[fd] = min(self._taken[fd], counts.received)
+        self._left[fd] = counts.received - self._taken[fd]
+        return counts.silence_ms

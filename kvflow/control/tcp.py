@@ -10,13 +10,13 @@ import select
 import socket
 import struct
 from contextlib import suppress
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import zmq
 
 from kvflow.control.sockets import ZmqSocket
 
-__all__ = ["CURVE_BYTES", "Tcp", "accept_connects", "has_arrivals", "ignore_connects", "is_listener"]
+__all__ = ["CURVE_BYTES", "Tcp", "TcpCounts", "accept_connects", "has_arrivals", "ignore_connects", "is_listener"]
 
 CURVE_BYTES: Final = 33
 """Bytes that encryption adds to a message part: command name, nonce, authenticator and flags."""
@@ -24,20 +24,27 @@ CURVE_BYTES: Final = 33
 LONG: Final = 255
 """Longest body whose length ZMTP encodes in one byte; longer ones take eight."""
 
-LAST_DATA_RECEIVED: Final = struct.Struct("=52xI")
-"""Offset in Linux's `tcp_info` of the number of milliseconds since data was last received."""
-
-BYTES_ACKED: Final = struct.Struct("=120xQ")
-"""Offset of the number of bytes that the peer has acknowledged."""
-
-BYTES_RECEIVED: Final = struct.Struct("=128xQ")
-"""Offset of the number of bytes received."""
-
+COUNTS: Final = struct.Struct("=52xI64xQQ")
+"""Where Linux's `tcp_info` has the fields of `TcpCounts`."""
 
 SO_ATTACH_FILTER: Final = 26
 SO_DETACH_FILTER: Final = 27
 DROP_ALL: Final = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 """A packet filter of one instruction, "return 0", which drops every packet of a socket."""
+
+
+class TcpCounts(NamedTuple):
+    """What the kernel knows of a connection.
+
+    Attributes:
+        silence_ms: Milliseconds since data was last received.
+        acked: Number of bytes that the peer has acknowledged.
+        received: Number of bytes received.
+    """
+
+    silence_ms: int
+    acked: int
+    received: int
 
 
 def ignore_connects(port_fd: int) -> bool:
@@ -102,17 +109,25 @@ class Tcp:
         body = length + self._bytes_around
         return body + (9 if body > LONG else 2)
 
-    def received(self, fd: int) -> int | None:
-        """Return the number of bytes received; None if unknown."""
-        return self._number(fd, BYTES_RECEIVED)
+    def counts(self, fd: int) -> TcpCounts | None:
+        """Return the counts of a connection; None if they are unknown.
 
-    def silence_ms(self, fd: int) -> int | None:
-        """Return the time since data was last received; None if unknown."""
-        return self._number(fd, LAST_DATA_RECEIVED)
-
-    def acked(self, fd: int) -> int | None:
-        """Return the number of bytes that the peer has acknowledged; None if unknown."""
-        return self._number(fd, BYTES_ACKED)
+        Asks often, so it does without a duplicate of the descriptor: a count of another connection does no harm.
+        """
+        if not hasattr(socket, "TCP_INFO"):
+            return None
+        try:
+            own = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, fd)
+        except OSError:
+            return None
+        try:
+            if getattr(own, self._end_with_port)()[1] != self._port:
+                return None
+            return TcpCounts._make(COUNTS.unpack(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, COUNTS.size)))
+        except (OSError, IndexError, struct.error):  # not a connection, or an old kernel
+            return None
+        finally:
+            own.detach()
 
     def peer_host(self, fd: int) -> str:
         """Return the address of the host at the other end; empty if the connection is gone."""
@@ -141,17 +156,6 @@ class Tcp:
         with own, suppress(OSError):  # the peer may have disconnected
             own.shutdown(socket.SHUT_RDWR)
         return True
-
-    def _number(self, fd: int, place: struct.Struct) -> int | None:
-        own = self._open(fd)
-        if own is None:
-            return None
-        with own:
-            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, place.size)
-        if len(info) < place.size:
-            return None
-        number: int = place.unpack(info)[0]
-        return number
 
     def _open(self, fd: int) -> socket.socket | None:
         """Return a connection as a socket with a duplicate descriptor; None if the descriptor is no longer its own."""

@@ -11,12 +11,14 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.resources import num_files
+from kvflow.config import split_address
 from kvflow.control import dialer, sockets
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.wire.codec import decode_frames
 from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.machine import has_ipv6
 from tests.support.waiting import until
+from tests.support.zmtp import RawZmtp, frame
 
 pytestmark = pytest.mark.anyio
 
@@ -299,3 +301,21 @@ async def test_failed_bind_gives_files_back() -> None:
             with pytest.raises(ConfigError):
                 Client("nonsense")
         await until(lambda: num_files() <= before)
+
+
+async def test_who_connects_before_the_last_message_of_another_was_read_is_answered() -> None:
+    server = Server()
+    unused = socket.socket()  # in this process, too, so it must not take the descriptor that the listener closes
+    with RawZmtp(server.endpoint) as former:  # the event loop stands still
+        former.send(frame(b"former"))
+        former.line.shutdown(socket.SHUT_WR)
+        assert former.line.recv(1) == b""  # the listener has closed its end, so the next one has the same descriptor
+        unused.connect(split_address("endpoint", server.endpoint))
+        with RawZmtp(unused) as latter:
+            latter.send(frame(b"latter"))
+            names = {frames[0]: name for name, frames in [await server.receive(), await server.receive()]}
+            server.send(names[b"latter"], b"answer")
+            assert latter.read_frame() == b"answer"
+            with pytest.raises(Unreachable):
+                server.send(names[b"former"], b"answer")
+    server.close()
