@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvflow
+from benchmarks.limits_of_peers import use_peers
 from benchmarks.limits_of_tables import (
     MAX_RANKS,
     MAX_SLOTS_PER_PEER,
@@ -61,7 +62,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 async def measure_limits(limits: Mapping[str, "Limit"], share: float, on_row: Callable[[Row], None]) -> list[Row]:
-    """Measure what using up each limit takes in this process, which runs both ends.
+    """Measure what using up each limit takes in this process, which runs both ends (only prefill for `peers`).
 
     "growth" is the CPU time in units of n log n, compared with a quarter of the limit: well above 1, it grows faster.
     "hold" is the CPU time of the longest callback of the event loop.
@@ -251,26 +252,6 @@ async def use_chunks(n: int) -> AsyncGenerator[Act]:
         yield lambda: pair.hand_over(1, np.arange(n), b"", 1)
 
 
-@asynccontextmanager
-async def use_peers(n: int) -> AsyncGenerator[Act]:
-    """Connect decode ranks to one prefill rank."""
-    memory = np.zeros(n * CELL_BYTES, np.uint8)
-    layout = make_layout([memory])
-
-    async def receive(number: int) -> None:
-        config = kvflow.DecodeConfig(instance=f"decode{number}", backend="memory", timeouts=PATIENT)
-        async with kvflow.DecodeRank(config, layout) as rank:
-            await pair._replace(decode=rank).hand_over(number, np.arange(1))
-
-    async def act() -> None:
-        async with anyio.create_task_group() as tasks:
-            for number in range(n):
-                tasks.start_soon(receive, number)
-
-    async with make_pair(1) as pair:
-        yield act
-
-
 class Limit(NamedTuple):
     """A limit, its unit, and how it is used up."""
 
@@ -288,10 +269,10 @@ LIMITS: Final[Mapping[str, Limit]] = {
     "pending_grants": Limit(DEFAULTS.pending_grants // 2, "grants", use_waiting_grants),
     "metadata_bytes": Limit(16 * 2**20, "bytes", use_metadata),
     "chunks": Limit(DEFAULTS.queued_chunks, "chunks", use_chunks),
-    "peers": Limit(1_024, "decode ranks", use_peers),
+    "peers": Limit(DEFAULTS.peers, "decode ranks", use_peers),
     "registry": Limit(MAX_RANKS, "ranks", use_registry),
     "quarantined_pages": Limit(DEFAULTS.quarantined_pages, "rooms", use_quarantine),
     "unfenced": Limit(DEFAULTS.unfenced, "transfers", use_unfenced),
     "slots": Limit(MAX_SLOTS_PER_PEER, "slots", use_slots),
 }
-"""What a peer, or an engine for it, can use up. `peers` is measured with what one process can hold."""
+"""What a peer, or an engine for it, can use up."""
