@@ -5,9 +5,10 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from typing_extensions import Unpack
 
@@ -18,48 +19,59 @@ from kvflow.aio.switch_interval import SWITCHING
 from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
+from kvflow.blocking.calls import call_from_here, call_on_loop
 from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
-from kvflow.config import DecodeConfig, PrefillConfig
+from kvflow.config import DecodeConfig, PrefillConfig, RankConfig
 from kvflow.decode import Prefill
-from kvflow.errors import (
-    ConfigError,
-    LocalProtocolError,
-)
+from kvflow.errors import ConfigError, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.options import ReceiveOptions, SendOptions
 from kvflow.ports import Ports
-from kvflow.quarantine import QuarantineRecord
+from kvflow.rank import Rank
 from kvflow.room import RoomId
-from kvflow.statistics import RankStatistics
-from kvflow.trust import Trust
 
 __all__ = ["BlockingRank", "DecodeRank", "PrefillRank"]
 
 Result = TypeVar("Result")
+AnyConfig = TypeVar("AnyConfig", bound=RankConfig)
 AnyRank = TypeVar("AnyRank", prefill.PrefillRank, decode.DecodeRank)
 AnyTransfer = TypeVar("AnyTransfer", bound=BlockingTransfer)
 
 
-class BlockingRank(Generic[AnyRank, AnyTransfer]):
+class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
     """A rank whose event loop runs in a thread. Use it as a context manager, or call `open` and `close`.
 
     Args:
-        make_rank: Creates the rank; called on the event loop.
-        loop: The loop thread to use; by default the rank starts its own.
+        config: Settings, a `PrefillConfig` or a `DecodeConfig`.
+        layout: The pools to send from or receive into; they must stay allocated until the rank is closed.
+        backend: A transport to use instead of the configured one. Ranks that share one (a `SharedBackend`) must also
+            share `loop`.
+        loop: The thread to run on; by default the rank starts its own.
         affinity: CPUs for its own thread, see `LoopThread`.
+        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
     """
 
+    _kind: ClassVar[Callable[..., Any]]
+    """The async rank."""
+
     def __init__(
-        self, make_rank: Callable[[], AnyRank], loop: LoopThread | None, affinity: Collection[int] | None
+        self,
+        config: AnyConfig,
+        layout: KVLayout,
+        backend: Backend | SharedBackend | None = None,
+        *,
+        loop: LoopThread | None = None,
+        affinity: Collection[int] | None = None,
+        ports: Ports | None = None,
     ) -> None:
         if loop is not None and affinity is not None:
             raise ConfigError("affinity applies to the loop; pass it to LoopThread", affinity=affinity)
+        self._make_rank: Callable[[], AnyRank] = partial(self._kind, config, layout, backend, ports=ports)
         self._changes: ChangeQueue[AnyTransfer] = ChangeQueue()
         self._unsettled: set[BlockingTransfer] = set()
         self._switch_interval_s: float | None = None
-        self._make_rank: Callable[[], AnyRank] = make_rank
         self._loop = loop
         self._affinity = affinity
         self._rank: AnyRank | None = None
@@ -165,35 +177,6 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         except ValueError as error:
             raise LocalProtocolError("rank is not open") from error
 
-    def statistics(self) -> RankStatistics:
-        """Return the current counters. Waits for the event loop.
-
-        Raises:
-            LocalProtocolError: The rank is not open.
-        """
-        return self._call(lambda rank: rank.statistics())
-
-    def quarantined(self) -> list[QuarantineRecord]:
-        """List ended transfers whose pages may still be in use; see `kvflow.DecodeRank.quarantined`.
-
-        Waits for the event loop.
-
-        Raises:
-            LocalProtocolError: The rank is not open.
-        """
-        return self._call(lambda rank: rank.quarantined())
-
-    def release(self, which: RoomId | QuarantineRecord) -> None:
-        """Release quarantined pages without proof; see `kvflow.DecodeRank.release`. Waits for the event loop.
-
-        Args:
-            which: A room, or a record from `quarantined()`.
-
-        Raises:
-            LocalProtocolError: It is not in quarantine, or the rank is not open.
-        """
-        self._call(lambda rank: rank.release(which))
-
     def ask(self, function: Callable[[AnyRank], Result]) -> "Future[Result]":
         """Call a function with the async rank on the event loop, after all earlier calls, and do not wait.
 
@@ -219,28 +202,11 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         self._call_soon(call)
         return result
 
-    def reload_trust(self, trust: Trust | None = None) -> None:
-        """Replace the keys; see `kvflow.DecodeRank.reload_trust`. Waits for the event loop.
-
-        Args:
-            trust: The new keys; by default they are reread from the directory they were loaded from.
-
-        Raises:
-            ConfigError: The keys cannot be read or used; nothing has changed.
-            LocalProtocolError, RankBroken: The rank is not open, or broken.
-        """
-        self._call(lambda rank: rank.reload_trust(trust))
-
-    def start_drain(self) -> None:
-        """Refuse new work and let open transfers finish; see `kvflow.DecodeRank.start_drain`.
-
-        Waits for the event loop, not for transfers: the scheduler keeps running steps, including chunks of open rooms,
-        until `is_drained`.
-
-        Raises:
-            LocalProtocolError, RankBroken: The rank is not open, or broken.
-        """
-        self._call(lambda rank: rank.start_drain())
+    statistics = call_on_loop(Rank.statistics)
+    quarantined = call_on_loop(Rank.quarantined)
+    release = call_on_loop(Rank.release)
+    reload_trust = call_on_loop(Rank.reload_trust)
+    start_drain = call_on_loop(Rank.start_drain)
 
     @property
     def is_drained(self) -> bool:
@@ -318,7 +284,7 @@ class BlockingRank(Generic[AnyRank, AnyTransfer]):
         return self.ask(function).result()
 
 
-_opened: "weakref.WeakSet[BlockingRank[Any, Any]]" = weakref.WeakSet()
+_opened: "weakref.WeakSet[BlockingRank[Any, Any, Any]]" = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
@@ -329,30 +295,12 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
-    """`kvflow.PrefillRank` for a scheduler loop. Use it as a context manager.
+class PrefillRank(BlockingRank[PrefillConfig, prefill.PrefillRank, BlockingSender]):
+    """`kvflow.PrefillRank` for a scheduler loop."""
 
-    Args:
-        config: Settings.
-        layout: The pools to send from; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the configured one. Ranks that share one (a `SharedBackend`) must also
-            share `loop`.
-        loop: The thread to run on; by default the rank starts its own.
-        affinity: CPUs for its own thread, see `LoopThread`.
-        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
-    """
+    _kind = prefill.PrefillRank
 
-    def __init__(
-        self,
-        config: PrefillConfig,
-        layout: KVLayout,
-        backend: Backend | SharedBackend | None = None,
-        *,
-        loop: LoopThread | None = None,
-        affinity: Collection[int] | None = None,
-        ports: Ports | None = None,
-    ) -> None:
-        super().__init__(lambda: prefill.PrefillRank(config, layout, backend, ports=ports), loop, affinity)
+    ticket = call_from_here(prefill.PrefillRank.ticket)
 
     @property
     def endpoint(self) -> str:
@@ -375,41 +323,13 @@ class PrefillRank(BlockingRank[prefill.PrefillRank, BlockingSender]):
         self._check_open()
         return BlockingSender(self, self._opened.send(room, **options))
 
-    def ticket(self, room: RoomId) -> dict[str, object]:
-        """Return a ticket for a room; see `kvflow.PrefillRank.ticket`.
 
-        Raises:
-            LocalProtocolError: The room is invalid, or the rank is not open.
-            RankBroken: The rank is broken.
-        """
-        self._check_open()
-        return self._opened.ticket(room)
+class DecodeRank(BlockingRank[DecodeConfig, decode.DecodeRank, BlockingReceiver]):
+    """`kvflow.DecodeRank` for a scheduler loop."""
 
+    _kind = decode.DecodeRank
 
-class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
-    """`kvflow.DecodeRank` for a scheduler loop. Use it as a context manager.
-
-    Args:
-        config: Settings.
-        layout: The pools to receive into; they must stay allocated until the rank is closed.
-        backend: A transport to use instead of the configured one. Ranks that share one (a `SharedBackend`) must also
-            share `loop`.
-        loop: The thread to run on; by default the rank starts its own.
-        affinity: CPUs for its own thread, see `LoopThread`.
-        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
-    """
-
-    def __init__(
-        self,
-        config: DecodeConfig,
-        layout: KVLayout,
-        backend: Backend | SharedBackend | None = None,
-        *,
-        loop: LoopThread | None = None,
-        affinity: Collection[int] | None = None,
-        ports: Ports | None = None,
-    ) -> None:
-        super().__init__(lambda: decode.DecodeRank(config, layout, backend, ports=ports), loop, affinity)
+    decline = call_from_here(decode.DecodeRank.decline)
 
     def receive(
         self,
@@ -426,11 +346,7 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED.
 
         Raises:
-            PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
-            ConfigError: `num_ranks`, `timeout_s` or `priority` is out of range, or `prefill` is a name and no registry
-                is configured.
-            TicketError: The ticket is malformed, or it is for another room, model or protocol version.
-            LocalProtocolError: `room`, `prefill` or `label` is invalid, or the rank is not open.
+            PlanError, ConfigError, TicketError, LocalProtocolError: As there, but not what is raised on entry.
         """
         self._check_open()
         receiver = self._opened.receive(room, prefill=prefill, tokens=tokens, pages=pages, digest=digest, **options)
@@ -449,15 +365,3 @@ class DecodeRank(BlockingRank[decode.DecodeRank, BlockingReceiver]):
         """
         self._check_open()
         return BlockingReceiver(self, self._opened.announce(room, prefill=prefill, **options))
-
-    def decline(
-        self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None
-    ) -> None:
-        """Tell prefill that a room will not be received here; see `kvflow.DecodeRank.decline`. Does not block.
-
-        Raises:
-            ConfigError, TicketError, LocalProtocolError: As in `receive`.
-            RankBroken: The rank is broken.
-        """
-        self._check_open()
-        self._opened.decline(room, prefill=prefill, detail=detail, capability=capability)

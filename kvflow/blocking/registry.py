@@ -1,36 +1,34 @@
 """A registry that runs in a thread."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from anyio.from_thread import BlockingPortal
 
 from kvflow import directory
 from kvflow.aio.loop_thread import LoopThread
+from kvflow.blocking.calls import call_on_loop
 from kvflow.errors import LocalProtocolError
 from kvflow.trust import Trust
 
 __all__ = ["Registry"]
+
+Result = TypeVar("Result")
 
 
 class Registry:
     """`kvflow.Registry` in a thread, for programs without an event loop. Use it as a context manager.
 
     Args:
-        bind: "tcp://host:port"; port 0 takes a free one.
-        advertise: Host name or address given to others, if different from the bound one; required if `bind` is a
-            wildcard.
+        bind: As for `kvflow.Registry`, which also says what is raised.
+        advertise: Likewise.
         loop: The thread to run on; by default the registry starts its own.
-        trust: This registry's keys and those of the instances that may register and look up, as in
-            `kvflow.PrefillConfig`.
+        trust: As for `kvflow.Registry`.
 
     Attributes:
         endpoint: Address to use as the `registry` setting of ranks.
-
-    Raises:
-        ConfigError: The address is malformed or cannot be reached by others. On entry: it cannot be bound.
-        LocalProtocolError: On entry: the registry is already open.
     """
 
     endpoint: str
@@ -58,29 +56,13 @@ class Registry:
             self._running = loop
         return self
 
-    def reload_trust(self, trust: Trust | None = None) -> None:
-        """Replace the keys; see `kvflow.Registry.reload_trust`. Waits for the event loop.
+    reload_trust = call_on_loop(directory.Registry.reload_trust)
+    statistics = call_on_loop(directory.Registry.statistics)
 
-        Args:
-            trust: The new keys; by default they are reread from the directory they were loaded from.
-
-        Raises:
-            ConfigError: They cannot be read or used; nothing has changed.
-            LocalProtocolError: The registry is not open.
-        """
+    def _call(self, function: Callable[[directory.Registry], Result]) -> Result:
         if self._portal is None:
             raise LocalProtocolError("registry is not open")
-        self._portal.call(self._registry.reload_trust, trust)
-
-    def statistics(self) -> directory.RegistryStatistics:
-        """Return the number of registered ranks and of ignored messages. Waits for the event loop.
-
-        Raises:
-            LocalProtocolError: The registry is not open.
-        """
-        if self._portal is None:
-            raise LocalProtocolError("registry is not open")
-        return self._portal.call(self._registry.statistics)
+        return self._portal.call(function, self._registry)
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None

@@ -57,7 +57,7 @@ class BlockingTransfer:
 
     __slots__ = ("_error", "_failure", "_is_changed", "_rank", "_told", "_transfer", "room")
 
-    def __init__(self, rank: "BlockingRank[Any, Any]", transfer: Transfer) -> None:
+    def __init__(self, rank: "BlockingRank[Any, Any, Any]", transfer: Transfer) -> None:
         self.room = transfer.room
         self._is_changed = False
         self._told: object = None

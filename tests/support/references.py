@@ -24,7 +24,11 @@ MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->
 
 SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Timeouts", "Limits")
 
-RANK: Final = ("reload_trust", "start_drain", "is_drained", "drain", "quarantined", "release")
+RANKS: Final = "kvflow.blocking.ranks"
+"""Where arguments of a constructor are documented by the base class."""
+
+DRAIN: Final = ("is_drained", "drain")
+RANK: Final = ("reload_trust", "start_drain", *DRAIN, "quarantined", "release")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -90,15 +94,15 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.known_backends": (),
     },
     "blocking": {
-        "kvflow.blocking.PrefillRank": ("endpoint", "send", "ticket"),
+        "kvflow.blocking.PrefillRank": ("endpoint", "send"),
         "kvflow.blocking.DecodeRank": ("receive", "announce"),
-        "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *RANK, "statistics"),
+        "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *DRAIN, "ask"),
         "kvflow.blocking.TransferUpdate": (),
         "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
         "kvflow.blocking.BlockingReceiver": ("grant", "result"),
         "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
-        "kvflow.blocking.Registry": ("reload_trust", "statistics"),
+        "kvflow.blocking.Registry": (),
     },
 }
 """Public names by chapter, with the members that an engine uses. Settings and errors have their own tables."""
@@ -276,6 +280,8 @@ def _object(path: str, members: tuple[str, ...]) -> str:
 
 def _described(item: Any) -> list[str]:
     doc = parse(item.__doc__)
+    maker = next((kind for kind in getattr(item, "__mro__", ()) if "__init__" in vars(kind)), item)
+    doc = Doc(doc.text, {**parse(maker.__doc__).sections, **doc.sections}) if maker.__module__ == RANKS else doc
     if isinstance(item, type) and issubclass(item, enum.Enum):
         said = _member_docs(item)
         rows = [(f"`{member.name}`", f'`"{member.value}"`', said.get(member.name, "")) for member in item]
