@@ -621,10 +621,15 @@ class RoomReceiver(Transfer):
             LocalProtocolError: It already has pages, was not entered, or this is the wrong event loop.
             TransferFailed: It was aborted or has already failed, for example because prefill gave up the room.
         """
-        self.take_pages(self.check_grant(tokens, pages, digest, timeout_s))
+        self.take_pages(self.check_grant(tokens=tokens, pages=pages, digest=digest, timeout_s=timeout_s))
 
     def check_grant(
-        self, tokens: TokenRange, pages: Mapping[str, Pages], digest: bool | None, timeout_s: float | None
+        self,
+        *,
+        tokens: TokenRange,
+        pages: Mapping[str, Pages],
+        digest: bool | None = None,
+        timeout_s: float | None = None,
     ) -> Wanted:
         """Check the arguments of `grant`. Can be called from any thread.
 

@@ -2,15 +2,13 @@
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
-
-from typing_extensions import Unpack
 
 from kvflow import decode, prefill
 from kvflow.aio.change_queue import ChangeQueue
@@ -19,18 +17,13 @@ from kvflow.aio.switch_interval import SWITCHING
 from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
-from kvflow.blocking.calls import call_from_here, call_on_loop
+from kvflow.blocking.calls import call_from_here, call_on_loop, with_arguments_of
 from kvflow.blocking.transfers import BlockingReceiver, BlockingSender, BlockingTransfer, TransferUpdate, take_update
 from kvflow.config import DecodeConfig, PrefillConfig, RankConfig
-from kvflow.decode import Prefill
 from kvflow.errors import ConfigError, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import Pages
-from kvflow.geometry.ranges import TokenRange
-from kvflow.options import ReceiveOptions, SendOptions
 from kvflow.ports import Ports
 from kvflow.rank import Rank
-from kvflow.room import RoomId
 
 __all__ = ["BlockingRank", "DecodeRank", "PrefillRank"]
 
@@ -311,7 +304,8 @@ class PrefillRank(BlockingRank[PrefillConfig, prefill.PrefillRank, BlockingSende
         """
         return self._opened.endpoint
 
-    def send(self, room: RoomId, **options: Unpack[SendOptions]) -> BlockingSender:
+    @with_arguments_of(prefill.PrefillRank.send)
+    def send(self, *args: Any, **options: Any) -> BlockingSender:
         """Start sending a room; see `kvflow.PrefillRank.send`.
 
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED. The queue of
@@ -321,7 +315,7 @@ class PrefillRank(BlockingRank[PrefillConfig, prefill.PrefillRank, BlockingSende
             LocalProtocolError: The room or the label is invalid, or the rank is not open.
         """
         self._check_open()
-        return BlockingSender(self, self._opened.send(room, **options))
+        return BlockingSender(self, self._opened.send(*args, **options))
 
 
 class DecodeRank(BlockingRank[DecodeConfig, decode.DecodeRank, BlockingReceiver]):
@@ -331,16 +325,8 @@ class DecodeRank(BlockingRank[DecodeConfig, decode.DecodeRank, BlockingReceiver]
 
     decline = call_from_here(decode.DecodeRank.decline)
 
-    def receive(
-        self,
-        room: RoomId | None = None,
-        *,
-        prefill: Prefill,
-        tokens: TokenRange,
-        pages: Mapping[str, Pages],
-        digest: bool | None = None,
-        **options: Unpack[ReceiveOptions],
-    ) -> BlockingReceiver:
+    @with_arguments_of(decode.DecodeRank.receive)
+    def receive(self, *args: Any, **options: Any) -> BlockingReceiver:
         """Start receiving a room; see `kvflow.DecodeRank.receive`.
 
         Does not block: if the room is in use or the rank is draining, `outcome` soon becomes FAILED.
@@ -349,12 +335,10 @@ class DecodeRank(BlockingRank[DecodeConfig, decode.DecodeRank, BlockingReceiver]
             PlanError, ConfigError, TicketError, LocalProtocolError: As there, but not what is raised on entry.
         """
         self._check_open()
-        receiver = self._opened.receive(room, prefill=prefill, tokens=tokens, pages=pages, digest=digest, **options)
-        return BlockingReceiver(self, receiver)
+        return BlockingReceiver(self, self._opened.receive(*args, **options))
 
-    def announce(
-        self, room: RoomId | None = None, *, prefill: Prefill, **options: Unpack[ReceiveOptions]
-    ) -> BlockingReceiver:
+    @with_arguments_of(decode.DecodeRank.announce)
+    def announce(self, *args: Any, **options: Any) -> BlockingReceiver:
         """Tell prefill that a room will be received, before pages are allocated; see `kvflow.DecodeRank.announce`.
 
         Does not block, and neither does `grant` on the result. If prefill gives up the room in the meantime, `outcome`
@@ -364,4 +348,4 @@ class DecodeRank(BlockingRank[DecodeConfig, decode.DecodeRank, BlockingReceiver]
             ConfigError, TicketError, LocalProtocolError: As in `receive`.
         """
         self._check_open()
-        return BlockingReceiver(self, self._opened.announce(room, prefill=prefill, **options))
+        return BlockingReceiver(self, self._opened.announce(*args, **options))

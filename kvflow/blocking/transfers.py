@@ -1,7 +1,7 @@
 """Senders and receivers for a scheduler thread."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from typing_extensions import override
 
 from kvflow import decode, prefill
+from kvflow.blocking.calls import with_arguments_of
 from kvflow.decode import Handover
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
-from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
-from kvflow.state.events import Chunk, LayersReady, ReadyEvent
+from kvflow.state.events import Chunk
 from kvflow.state.tables import Memory, Outcome
 from kvflow.transfer import Transfer, reason_of
 from kvflow.wire.messages import Failure
@@ -214,41 +214,27 @@ class BlockingSender(BlockingTransfer):
         """Number of chunks queued in this object, because the rank's own queue is full (`Limits.queued_chunks`)."""
         return len(self._chunks)
 
-    def chunk(
-        self,
-        tokens: TokenRange,
-        pages: Mapping[str, Pages],
-        *,
-        ready: ReadyEvent | None = None,
-        layers: Sequence[LayersReady] = (),
-    ) -> None:
+    @with_arguments_of(prefill.RoomSender.chunk)
+    def chunk(self, *args: Any, **options: Any) -> None:
         """Send tokens, computed already or becoming ready with `ready` or `layers`; see `kvflow.RoomSender.chunk`.
 
         Raises:
-            PlanError: A page table does not match the pool or the tokens, or layers are out of order. Nothing was sent;
-                the room stays open.
+            PlanError: As there.
             LocalProtocolError: Called after `finish`, after the transfer has ended, or while `quiesce` is in progress.
             TransferFailed: The transfer has failed; you need not compute the rest.
         """
         self._check_unfinished()
-        self._put(make_chunk(self._sender.layout, tokens, pages, ready=ready, layers=layers))
+        self._put(make_chunk(self._sender.layout, *args, **options))
 
-    def finish(
-        self,
-        tokens: TokenRange,
-        pages: Mapping[str, Pages],
-        *,
-        metadata: bytes = b"",
-        ready: ReadyEvent | None = None,
-        layers: Sequence[LayersReady] = (),
-    ) -> None:
+    @with_arguments_of(prefill.RoomSender.finish)
+    def finish(self, *args: Any, metadata: bytes = b"", **options: Any) -> None:
         """Send the last tokens and the metadata; see `kvflow.RoomSender.finish`.
 
         Raises:
             As in `chunk`; and PlanError if the metadata is too long.
         """
         self._check_unfinished()
-        chunk = make_chunk(self._sender.layout, tokens, pages, ready=ready, layers=layers)
+        chunk = make_chunk(self._sender.layout, *args, **options)
         self._put(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
         self._is_finished = True
 
@@ -399,14 +385,8 @@ class BlockingReceiver(BlockingTransfer):
             return Memory.HELD
         return super().memory
 
-    def grant(
-        self,
-        *,
-        tokens: TokenRange,
-        pages: Mapping[str, Pages],
-        digest: bool | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
+    @with_arguments_of(decode.RoomReceiver.grant)
+    def grant(self, **options: Any) -> None:
         """Provide the pages of an announced room; see `kvflow.RoomReceiver.grant`. Does not block.
 
         If another transfer may still write to one of the pages, or the quarantine is full, the transfer fails;
@@ -422,7 +402,7 @@ class BlockingReceiver(BlockingTransfer):
         if self._is_granted:
             raise LocalProtocolError("transfer already has pages", room=self.room)
         self._rank._check_open()
-        self._queued = self._receiver.check_grant(tokens, pages, digest, timeout_s)
+        self._queued = self._receiver.check_grant(**options)
         self._is_granted = True
         try:
             self._rank._call_soon(self._grant)

@@ -18,7 +18,6 @@ __all__ = [
     "group_concurrent_contiguous",
     "head_range",
     "head_slice",
-    "kv_to_page_indices",
     "prompt_tokens",
     "ring_pages",
     "stage_slices",
@@ -213,51 +212,6 @@ def group_concurrent_contiguous(src: PageIndices, dst: PageIndices) -> tuple[Ind
     breaks = np.flatnonzero(~(_steps_by_one(sources) & _steps_by_one(targets))) + 1
     groups = [[group.tolist() for group in np.split(indices, breaks)] for indices in (sources, targets)]
     return groups[0], groups[1]
-
-
-def kv_to_page_indices(kv_indices: PageIndices, page_size: int) -> NDArray[np.uint32]:
-    """Convert the token slots of a request to the pages that hold them.
-
-    Args:
-        kv_indices: Index of each token in the pool, counted in tokens, in token order from a page boundary. The slots
-            of a page are consecutive and start at its first; only the last page may be partly used.
-        page_size: Tokens of a page.
-
-    Returns:
-        uint32[num_pages], including a partly used last page.
-
-    Raises:
-        PlanError: The page size is not positive, or a slot does not continue its page; the error names position and
-            slot.
-
-    Source: the function of this name in SGLang, which takes every `page_size`-th slot and does not check the others.
-    """
-    if page_size < 1:
-        raise PlanError("page size must be positive", page_size=page_size)
-    slots = _indices(kv_indices, "kv_indices")
-    if slots.size == 0:
-        return np.empty(0, np.uint32)
-    outside = np.flatnonzero((slots < 0) | (slots // page_size >= MAX_SLOTS))
-    if outside.size:
-        position = int(outside[0])
-        raise PlanError("token slot is out of range", position=position, slot=int(slots[position]))
-    wide = slots.astype(np.uint64)
-    first_slots, size = wide[::page_size], np.uint64(page_size)
-    pages = first_slots // size
-    within = np.arange(slots.size, dtype=np.uint64) % size
-    expected = np.repeat(pages * size, page_size)[: slots.size] + within
-    wrong = np.flatnonzero(wide != expected)
-    if wrong.size:
-        position = int(wrong[0])
-        raise PlanError(
-            "token slots of a page must be consecutive and start at a page boundary",
-            position=position,
-            slot=int(wide[position]),
-            expected=int(expected[position]),
-            page_size=page_size,
-        )
-    indices: NDArray[np.uint32] = pages.astype(np.uint32)
-    return indices
 
 
 def prompt_tokens(num_with_sampled: int, num_prompt: int) -> TokenRange:

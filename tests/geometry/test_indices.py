@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import PlanError
-from kvflow.geometry import group_concurrent_contiguous, kv_to_page_indices, prompt_tokens, window_tokens
+from kvflow.geometry import group_concurrent_contiguous, prompt_tokens, window_tokens
 
 Groups = list[list[int]]
 
@@ -61,67 +61,10 @@ def test_groups_are_the_longest_runs_of_both(pairs: list[tuple[int, int]]) -> No
 def test_what_is_no_list_of_indices_is_refused(indices: list[int]) -> None:
     with pytest.raises(PlanError, match="flat list of integers"):
         group_concurrent_contiguous(indices, indices)
-    with pytest.raises(PlanError, match="flat list of integers"):
-        kv_to_page_indices(indices, 1)
-
-
-@pytest.mark.parametrize(
-    ("slots", "page_size", "expected"),
-    [
-        ([], 16, []),
-        ([7, 3, 9], 1, [7, 3, 9]),
-        (list(range(32, 48)), 16, [2]),
-        ([*range(32, 48), 0], 16, [2, 0]),
-        ([4, 5, 6, 7, 0, 1], 4, [1, 0]),
-    ],
-)
-def test_token_slots_become_pages(slots: list[int], page_size: int, expected: list[int]) -> None:
-    pages = kv_to_page_indices(slots, page_size)
-    assert pages.tolist() == expected
-    assert pages.dtype == np.uint32
-
-
-@given(st.lists(st.integers(0, 2**31 - 2), max_size=20), st.integers(1, 70), st.data())
-def test_pages_come_back_from_their_slots(pages: list[int], page_size: int, data: st.DataObject) -> None:
-    slots = [page * page_size + token for page in pages for token in range(page_size)]
-    unused = data.draw(st.integers(0, page_size - 1)) if pages else 0
-    used = slots[: len(slots) - unused]
-    assert kv_to_page_indices(used, page_size).tolist() == pages
-    assert kv_to_page_indices(np.array(used, np.int64), page_size).tolist() == pages
-
-
-@pytest.mark.parametrize(
-    ("slots", "position", "expected"),
-    [
-        ([1, 2, 3], 0, 0),
-        ([4, 5, 7, 6], 2, 6),
-        ([4, 5, 6, 7, 9], 4, 8),
-        ([0, 1, 0, 1], 2, 2),
-        ([0, 1, 2, 3, 6, 7], 4, 4),
-    ],
-)
-def test_slots_that_leave_their_page_are_refused(slots: list[int], position: int, expected: int) -> None:
-    with pytest.raises(PlanError, match="token slots of a page must be consecutive") as error:
-        kv_to_page_indices(slots, 4)
-    assert error.value.values == {
-        "position": position,
-        "slot": slots[position],
-        "expected": expected,
-        "page_size": 4,
-    }
-
-
-@pytest.mark.parametrize(("slots", "position"), [([-1], 0), ([0, 1, -3], 2), ([2**33], 0), ([2**64 - 1], 0)])
-def test_slots_outside_any_pool_are_refused(slots: list[int], position: int) -> None:
-    with pytest.raises(PlanError, match="is out of range") as error:
-        kv_to_page_indices(slots, 4)
-    assert error.value.values == {"position": position, "slot": slots[position]}
 
 
 @pytest.mark.parametrize("page_size", [0, -16])
 def test_impossible_page_sizes_are_refused(page_size: int) -> None:
-    with pytest.raises(PlanError):
-        kv_to_page_indices([0], page_size)
     with pytest.raises(PlanError):
         window_tokens(8, 4, page_size)
 

@@ -330,16 +330,21 @@ def _sections(doc: Doc) -> list[str]:
 
 def _signature(function: Any, name: str) -> str:
     """Return the signature of a function as in its source."""
-    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        raise TypeError(f"{function!r} is no function")
-    arguments = _arguments(node.args)
+    node, source = (_parsed(it) for it in (function, inspect.unwrap(function)))  # whose arguments it has
+    arguments = _arguments(source.args)
     returns = "" if node.returns is None or node.name == "__init__" else f" -> {_written(node.returns)}"
     prefix = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
     line = f"{prefix}{name}({', '.join(arguments)}){returns}"
     if len(line) > WIDTH:
         line = f"{prefix}{name}(\n    {f',{chr(10)}    '.join(arguments)},\n){returns}"
     return f"```text\n{line}\n```"
+
+
+def _parsed(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    node = ast.parse(textwrap.dedent(inspect.getsource(getattr(function, "__func__", function).__code__))).body[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise TypeError(f"{function!r} is no function")
+    return node
 
 
 def _arguments(node: ast.arguments) -> list[str]:
