@@ -15,9 +15,9 @@ from kvflow.stages.bootstrap import PeerProofs
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
 from kvflow.state.decode import core as decode_core
-from kvflow.state.decode import handshake, progress
 from kvflow.state.decode import instances as decode_instances
 from kvflow.state.decode import peers as decode_peers
+from kvflow.state.decode import progress, unconnected
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.decode.deadlines import ReceiveDeadline
@@ -366,7 +366,7 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
 
 def tickets_are_good_for_any_process(patch: Patch) -> None:
     patch.setattr(decode_instances.Instance, "is_meant_by", lambda *_: True)
-    patch.setattr(handshake.Instances, "_fail_outdated", lambda *_: [])
+    patch.setattr(unconnected.UnconnectedRooms, "fail_outdated", lambda *_: [])
 
 
 def pages_that_come_later_are_always_safe(patch: Patch) -> None:

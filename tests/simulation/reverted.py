@@ -104,9 +104,12 @@ def windows_of_ranks_that_left_are_remembered(patch: Patch) -> None:
 
     def drop(self: RemoteSlots, peers: list[Any]) -> None:
         for peer in peers:
-            window = self._windows[peer]
+            window = self._windows.get(peer)
+            if window is None:
+                continue
             if window.pool.is_whole:
                 del self._windows[peer]
+                self._incarnations.remove(peer)
             for delivery, seq in window.uses:
                 self._timers.clear(SlotUnreturned(delivery, seq))
 

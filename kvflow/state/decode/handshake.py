@@ -37,11 +37,12 @@ from kvflow.state.decode.deadlines import (
 )
 from kvflow.state.decode.declines import Declines
 from kvflow.state.decode.dialing import TURN_S, Dialing
-from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of
+from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of, is_complete
 from kvflow.state.decode.obstacles import obstacle_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
+from kvflow.state.decode.unconnected import UnconnectedRooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
 from kvflow.state.events import (
     ConnectedRank,
@@ -104,6 +105,7 @@ class Instances:
         self._number = 0
         self._attempts = itertools.count()
         self._lookups = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
+        self._waiting = UnconnectedRooms(me, peers, rooms, timers)
         self._dialing = Dialing(settings.timeouts, self._instances, peers, rooms, timers)
         self._declines = Declines(me, settings.timeouts, peers, rooms, self._dialing, timers)
 
@@ -128,15 +130,13 @@ class Instances:
         instance.declined.pop(room.room, None)
         is_ready = self._peers.are_ready(instance)
         if is_ready and instance.is_meant_by(room):
-            return [*effects, *self._rooms.connected(room, self._ranks(instance), now)]
+            return [*effects, *self._rooms.connected(room, tuple(instance.ranks.values()), now)]
         is_news = issuer is not None and issuer not in instance.peers
         if instance.failure is not None and not is_ready and not is_news:
             detail = f"{instance} could not be reached; retrying: {instance.failure.detail}"
             reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.PEER_FAILING
             return [*effects, *self._rooms.fail(room, self._failure(reason, detail), now)]
-        waiting = Waiting(room, self._number, now + self._timeouts.handshake_s)
-        instance.waiting[room.generation] = waiting
-        self._fail_rooms_at(instance, waiting.fails_at)
+        self._waiting.add(instance, Waiting(room, self._number, now + self._timeouts.handshake_s))
         if is_ready:
             self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
             effects.append(LookUp(ref, self._number))
@@ -164,8 +164,7 @@ class Instances:
         instance = self._instances.of(room.told[0]) if room.told else self._instances.at(opened.instance)
         if instance is None:
             return []
-        instance.waiting.pop(opened.generation, None)
-        self._stop_waiting(instance)
+        self._waiting.remove(instance, opened.generation)
         if failure.reason is FailureReason.STALE_TICKET:  # no running process holds pages for it
             return []
         declined = Declined(opened.generation, failure, opened.issuer, {}, opened.capability)
@@ -199,9 +198,9 @@ class Instances:
         if instance is None:
             return []
         self._lookups.end(event.instance)
-        effects = self._fail_outdated(instance, event, now)
+        effects = self._waiting.fail_outdated(instance, event, now)
         instance.found, instance.refusal, instance.is_short = event, "", False
-        if not _is_complete(event.records):
+        if not is_complete(event.records):
             return effects
         name = event.records[0].peer.rank.instance
         if isinstance(event.instance, InstanceAddress) and event.instance.name is None:
@@ -245,7 +244,7 @@ class Instances:
         if not instance.waiting:  # a late answer
             return []
         instance.refs[event.instance] = event.records[0].peer
-        effects = self._grant_waiting(instance, now)
+        effects = self._waiting.grant(instance, now)
         if instance.waiting:
             known = [record.peer for record in event.records]
             for peer in instance.peers:
@@ -253,40 +252,12 @@ class Instances:
                     effects += self._peers.probe(peer)
         return effects
 
-    def _fail_outdated(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
-        """Fail rooms whose tickets were issued by processes that no longer exist.
-
-        A rank that answers for itself is authoritative. About other ranks it may be out of date, because they may have
-        restarted.
-        """
-        if not isinstance(event.instance, InstanceAddress):
-            return []
-        there = {record.peer.rank: record for record in event.records}
-        effects: list[DecodeEffect] = []
-        for room, number, _ in list(instance.waiting.values()):
-            issuer = room.opened.issuer
-            if issuer is None or room.opened.instance != event.instance or number > event.number:
-                continue
-            record = there.get(issuer.rank)
-            answers_for_itself = record is not None and record.endpoint == event.instance.address
-            if record is None and _is_complete(event.records):
-                failure = self._stale(issuer, f"{event.records[0].peer.rank.instance} has all of its ranks without it")
-                effects += self._rooms.fail(room, failure, now)
-            elif record is not None and record.peer != issuer and answers_for_itself:
-                effects += self._rooms.fail(room, self._stale(issuer, f"{record.peer} answers now"), now)
-        return effects
-
     def _name(self, before: Instance, event: InstanceFound, name: str, now: float) -> Instance:
         """Record which instance an address belongs to, and move the rooms that refer to the address there."""
         instance = self._instances.name(event.instance, name, now)
         if instance is before:
             return instance
-        for generation, waiting in list(before.waiting.items()):
-            if waiting.room.opened.instance == event.instance:
-                instance.waiting[generation] = before.waiting.pop(generation)
-        if before.fails_at is not None and instance.waiting:
-            self._fail_rooms_at(instance, before.fails_at)
-        self._stop_waiting(before)
+        self._waiting.move(before, event, instance)
         if before.name is None:
             instance.declined.update(before.declined)
         if not before.refs and before.name is None:
@@ -433,9 +404,7 @@ class Instances:
             case DeclineUnanswered(number):
                 return self._declines.repeat(self._instances.numbered(number), now)
             case HandshakeDeadline(number):
-                instance = self._instances.numbered(number)
-                instance.fails_at = None
-                return self._fail_waiting(instance, now)
+                return self._deadline_passed(self._instances.numbered(number), now)
             case HelloUnanswered(peer):
                 return self._dialing.repeat(self._instance_of(peer), peer, now)
             case _:
@@ -492,70 +461,21 @@ class Instances:
         """Send outstanding declines, and grant the waiting rooms."""
         instance.failure = None
         instance.num_declines = 0
-        effects = [*self._declines.send_all(instance, now), *self._grant_waiting(instance, now)]
+        effects = [*self._declines.send_all(instance, now), *self._waiting.grant(instance, now)]
         if instance.waiting:
             self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
             effects += self._ask(instance, now)
         return effects
 
-    def _grant_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Grant the rooms that refer to the connected ranks; the others keep waiting."""
-        effects: list[DecodeEffect] = []
-        for generation, (room, *_) in list(instance.waiting.items()):
-            if instance.is_meant_by(room):
-                del instance.waiting[generation]
-                effects += self._rooms.connected(room, self._ranks(instance), now)
-        self._stop_waiting(instance)
-        return effects
-
-    def _fail_rooms_at(self, instance: Instance, when: float) -> None:
-        """Set the handshake deadline of an instance's rooms, unless an earlier one is set."""
-        if instance.fails_at is None or when < instance.fails_at:
-            instance.fails_at = when
-            self._timers.set(HandshakeDeadline(instance.number), when)
-
-    def _stop_waiting(self, instance: Instance) -> None:
-        """Clear the handshake deadline if no room waits."""
-        if not instance.waiting:
-            instance.fails_at = None
-            self._timers.clear(HandshakeDeadline(instance.number))
-
-    def _fail_waiting(self, instance: Instance, now: float) -> list[DecodeEffect]:
+    def _deadline_passed(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Fail all waiting rooms; if the instance is connected, only those whose own deadline has passed."""
-        effects: list[DecodeEffect] = []
-        for room, _, fails_at in list(instance.waiting.values()):
-            failure = self._mismatch(instance, room)
-            if failure is not None and now >= fails_at:
-                effects += self._rooms.fail(room, failure, now)
-        if not instance.waiting:
-            return effects
-        if self._peers.are_ready(instance):
-            self._fail_rooms_at(instance, min(waiting.fails_at for waiting in instance.waiting.values()))
+        effects = self._waiting.fail_overdue(instance, now)
+        if not instance.waiting or self._peers.are_ready(instance):
             return effects
         obstacle = obstacle_of(instance, self._peers, self._settings.registry)
         detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {obstacle}"
         reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.UNREACHABLE
         return [*effects, *self._give_up(instance, self._failure(reason, detail), now)]
-
-    def _mismatch(self, instance: Instance, room: Room) -> Failure | None:
-        """Return why a room's ticket is stale, or why the room cannot be granted to the connected ranks."""
-        issuer = room.opened.issuer
-        records = () if instance.found is None else instance.found.records
-        other = next(
-            (record.peer for record in records if issuer is not None and record.peer.rank == issuer.rank), None
-        )
-        if issuer is not None and other is not None and other != issuer:
-            return self._stale(issuer, f"{other} is registered now")
-        if not self._peers.are_ready(instance):
-            return None
-        connected = ", ".join(map(str, instance.peers))
-        detail = f"a different process is connected under the name of {room.opened.instance}: {connected}"
-        return self._failure(FailureReason.UNREACHABLE, detail)
-
-    def _stale(self, issuer: PeerId, detail: str) -> Failure:
-        return self._failure(
-            FailureReason.STALE_TICKET, f"{issuer.rank} has restarted since it issued the ticket ({issuer}): {detail}"
-        )
 
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._dialing.forget(instance, now, keep=[])
@@ -572,21 +492,17 @@ class Instances:
         """Fail all waiting rooms, and later ones at once, until the instance is connected."""
         is_news = instance.failure is None
         instance.refused_at = now
-        effects: list[DecodeEffect] = []
-        waiting = list(instance.waiting.values())
-        for room, *_ in waiting:
-            effects += self._rooms.fail(room, failure, now)
-        instance.waiting.clear()
+        has_waited = bool(instance.waiting)
+        effects = self._waiting.fail_all(instance, failure, now)
         instance.failure = failure
         effects += self._declines.send_all(instance, now)
-        self._stop_waiting(instance)
         for peer in instance.hellos:  # it owns a staging window, which is reclaimed if its process has ended
             if peer not in self._peers:
                 effects += self._peers.probe(peer)
         if is_news:
             name = "handshake_refused" if failure.reason is FailureReason.REFUSED else "instance_unreachable"
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
-            effects.append(LogEvent(name, values, is_warning=not waiting))  # each failed room logs its own warning
+            effects.append(LogEvent(name, values, is_warning=not has_waited))  # each failed room logs its own warning
         return effects
 
     def _instance_at(self, ref: InstanceRef) -> Instance:
@@ -601,16 +517,5 @@ class Instances:
             raise LookupError(peer)
         return instance
 
-    def _ranks(self, instance: Instance) -> tuple[ConnectedRank, ...]:
-        return tuple(instance.ranks.values())
-
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self._me.rank), detail)
-
-
-def _is_complete(records: tuple[RankRecord, ...]) -> bool:
-    """Return whether all ranks of an instance are present, in order; `num_ranks` is untrusted."""
-    is_whole = bool(records) and len(records) == records[0].num_ranks
-    return is_whole and all(
-        record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)
-    )

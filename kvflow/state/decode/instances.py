@@ -17,7 +17,7 @@ from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, I
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
 
-__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting", "host_of"]
+__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting", "host_of", "is_complete"]
 
 MAX_REFS = 1_024
 """Maximum number of references that are remembered. Addresses at one host may not take more than is left."""
@@ -231,3 +231,11 @@ class InstanceTable:
 def host_of(ref: InstanceAddress) -> str:
     """Return the host of an address."""
     return split_address("address", ref.address)[0]
+
+
+def is_complete(records: tuple[RankRecord, ...]) -> bool:
+    """Return whether all ranks of an instance are present, in order; `num_ranks` is untrusted."""
+    is_whole = bool(records) and len(records) == records[0].num_ranks
+    return is_whole and all(
+        record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)
+    )
