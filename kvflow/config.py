@@ -7,6 +7,7 @@ Settings are validated when they are created; errors name the setting and its va
 index is accepted, including numpy's, and is converted to int.
 """
 
+import functools
 import ipaddress
 import operator
 import os
@@ -82,6 +83,9 @@ characters, and raises an error that is not an OSError.
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
+HOSTS: Final = 1_024
+"""Hosts that are remembered to be of a kind: a transfer looks at the same one five times."""
+
 
 def split_address(setting: str, address: object) -> tuple[str, int]:
     """Split `tcp://host:port`.
@@ -154,6 +158,7 @@ def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
         )
 
 
+@functools.lru_cache(HOSTS)
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -223,6 +228,7 @@ def check_host(setting: str, host: object) -> None:
         raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
 
 
+@functools.lru_cache(HOSTS)
 def _is_ipv6(host: str) -> bool:
     try:
         zone = ipaddress.IPv6Address(host).scope_id
@@ -236,6 +242,7 @@ def _is_host(text: str) -> bool:
     return _is_ipv6(bare) or (bare == text and HOST.fullmatch(text) is not None)
 
 
+@functools.lru_cache(HOSTS)
 def _is_wildcard(host: str) -> bool:
     """Return whether a host stands for all addresses of this machine, as "0" and "0x0.0" also do."""
     if _is_ipv6(host):

@@ -321,14 +321,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
-        if isinstance(prefill, str) and prefill.startswith(SCHEME):
-            check_endpoint("prefill", prefill)
-            prefill = Endpoint.parse(prefill)
-        if isinstance(prefill, Endpoint):
-            check_needs_trust("prefill", str(prefill), self.config.trust)
-            if denial := host_denial(str(prefill), self.config.allowed_hosts):
-                raise ConfigError(denial, setting="allowed_hosts", prefill=str(prefill))
-            return room, ev.InstanceAddress(str(prefill)), None, ""
+        if isinstance(prefill, Endpoint) or (isinstance(prefill, str) and prefill.startswith(SCHEME)):
+            address = str(prefill)
+            check_endpoint("prefill", address)
+            check_needs_trust("prefill", address, self.config.trust)
+            if denial := host_denial(address, self.config.allowed_hosts):
+                raise ConfigError(denial, setting="allowed_hosts", prefill=address)
+            return room, ev.InstanceAddress(address), None, ""
         if not is_instance_name(prefill):
             raise LocalProtocolError(
                 "prefill must be an instance name, an address (tcp://HOST:PORT or a kvflow.Endpoint) or a ticket",
