@@ -321,7 +321,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)
-        if isinstance(prefill, Endpoint) or (isinstance(prefill, str) and prefill.startswith(SCHEME)):
+        if (isinstance(prefill, str) and prefill.startswith(SCHEME)) or isinstance(prefill, Endpoint):
             address = str(prefill)
             check_endpoint("prefill", address)
             check_needs_trust("prefill", address, self.config.trust)

@@ -62,6 +62,10 @@ class RankProgress:
         self._scattering: dict[int, Notice] = {}
         self.has_landed = False
         self._num_expected: int | None = None
+        self._num_checked = 0
+        self._positions = {name: start for name, (start, _) in self._wanted.items()}
+        self._unfinished: Notice | None = None  # the last one checked, if more layers of its tokens follow
+        self._mistake: str | None = None
         self._tally = tally
 
     @property
@@ -107,6 +111,7 @@ class RankProgress:
         self._notices[notice.seq] = notice
         self._tally.num_notices += 1
         self.num_bytes += notice.num_bytes
+        self._check_next()
         whole = len(self._notices) == self._num_expected and self.shortfall() is None
         self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
         return None
@@ -160,28 +165,30 @@ class RankProgress:
 
     def shortfall(self) -> str | None:
         """Return what is missing or wrong in the counted notices; None if they account for everything."""
-        positions = {name: start for name, (start, _) in self._wanted.items()}
-        chunk: Notice | None = None
-        for seq in range(len(self._notices)):
-            notice = self._notices.get(seq)
-            if notice is None:
-                return f"notice {seq} is missing"
-            anomaly = _layers_anomaly(notice, chunk) or self._tokens_anomaly(notice, positions)
-            if anomaly is not None:
-                return anomaly
-            chunk = notice if _goes_on(notice) else None
-            if chunk is None:
-                positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
-        if chunk is not None:
-            return f"the layers up to those of notice {chunk.seq} were written, the others were not"
+        if self._mistake is not None:
+            return self._mistake
+        if self._num_checked < len(self._notices):
+            return f"notice {self._num_checked} is missing"
+        if self._unfinished is not None:
+            return f"the layers up to those of notice {self._unfinished.seq} were written, the others were not"
         for name, (_, stop) in self._wanted.items():
-            if positions[name] != stop:
-                return f"tokens {positions[name]}:{stop} of component {name} were not written"
+            if self._positions[name] != stop:
+                return f"tokens {self._positions[name]}:{stop} of component {name} were not written"
         return None
 
-    def _tokens_anomaly(self, notice: Notice, positions: Mapping[str, int]) -> str | None:
+    def _check_next(self) -> None:
+        """Check each notice once, in order, as soon as all before it have arrived."""
+        while self._mistake is None and (notice := self._notices.get(self._num_checked)) is not None:
+            self._mistake = _layers_anomaly(notice, self._unfinished) or self._tokens_anomaly(notice)
+            self._num_checked += 1
+            goes_on = notice.layer_range[1] is not None
+            self._unfinished = notice if goes_on else None
+            if not goes_on:
+                self._positions.update({name: stop for name, (_, stop) in notice.ranges.items()})
+
+    def _tokens_anomaly(self, notice: Notice) -> str | None:
         for name, (start, stop) in notice.ranges.items():
-            if start != positions.get(name) or stop < start:
+            if start != self._positions.get(name) or stop < start:
                 return f"tokens {start}:{stop} of component {name} do not follow what was written before"
         expected = expected_bytes(self._expected, notice.ranges, self._wanted, notice.layer_range)
         if notice.num_bytes == expected:
@@ -198,8 +205,3 @@ def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:
     if before is not None and notice.ranges != before.ranges:
         return f"notice {notice.seq} has different tokens than the layers before it"
     return None
-
-
-def _goes_on(notice: Notice) -> bool:
-    """Return whether more layers of the same tokens follow."""
-    return notice.layers is not None and notice.layers[1] is not None
