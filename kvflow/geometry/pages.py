@@ -16,6 +16,7 @@ from kvflow.geometry.layout import Component, KVLayout
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard, check_range, held_range, shared_runs
 
 __all__ = [
+    "DENSE",
     "WIRE_PAGES",
     "PageIndices",
     "PageTable",
@@ -35,11 +36,14 @@ __all__ = [
 FEW: Final = 64
 """Pages of a table that is checked without numpy."""
 
+PAGES_AT_ONCE: Final = 2**15
+"""Pages of a long table that are looked at together, as their intermediate results fit the CPU's cache."""
+
 WIRE_PAGES: Final = np.dtype("<u4")
 """Page indices on the wire."""
 
 DENSE: Final = 8
-"""A page table that lists more than 1/8 of a pool is searched for repeated pages by marking pages."""
+"""A page table that lists more than 1/8 of a pool is looked through by marking pages."""
 
 TRUSTED_PAGES: Final = 65_536
 """Longer tables from a peer are not searched for repeated pages, which would take long: the pages belong to the peer,
@@ -135,7 +139,11 @@ def _span(tokens: TokenRange, page_size: int) -> int:
 
 def count_runs(pages: NDArray[Any]) -> int:
     """Count the runs of consecutive pages; `pages` is a flat array of integers."""
-    return int(np.count_nonzero(pages[1:] != pages[:-1] + 1)) + bool(len(pages))
+    num_breaks = 0
+    for start in range(0, len(pages) - 1, PAGES_AT_ONCE):
+        some = pages[start : start + PAGES_AT_ONCE + 1]
+        num_breaks += int(np.count_nonzero(some[1:] != some[:-1] + 1))
+    return num_breaks + bool(len(pages))
 
 
 def build_page_table(component: Component, given: TokenPages, *, distinct: bool = False) -> PageTable:
@@ -155,7 +163,7 @@ def build_page_table(component: Component, given: TokenPages, *, distinct: bool 
     return _build_table(component, TokenPages(check_range(given.tokens), given.pages), distinct=distinct)
 
 
-def _build_table(component: Component, given: TokenPages, *, distinct: bool) -> PageTable:
+def _build_table(component: Component, given: TokenPages, *, distinct: bool, is_kept: bool = False) -> PageTable:
     size = component.tokens_per_slot
     if component.kind == "slot" and given.tokens not in ((0, size), (0, 0)):
         raise PlanError(
@@ -176,7 +184,7 @@ def _build_table(component: Component, given: TokenPages, *, distinct: bool) -> 
     _check_inside(component, array)
     if distinct and needed > 1:
         _check_distinct(component, array)
-    table = array.astype(np.uint32)
+    table = array.astype(np.uint32, copy=not is_kept)
     table.flags.writeable = False
     return PageTable(table, held[0] - held[0] % size, size, component.shard)
 
@@ -220,7 +228,8 @@ def _check_inside(component: Component, array: NDArray[Any]) -> None:
 def _check_distinct(component: Component, array: NDArray[Any]) -> None:
     if array.size * DENSE > component.slots:  # faster than sorting
         seen = np.zeros(component.slots, np.bool_)
-        seen[array] = True
+        for start in range(0, array.size, PAGES_AT_ONCE):
+            seen[array[start : start + PAGES_AT_ONCE]] = True
         if np.count_nonzero(seen) == array.size:
             return
     values = array.copy()
@@ -237,11 +246,15 @@ def _check_distinct(component: Component, array: NDArray[Any]) -> None:
 
 
 def build_page_tables(
-    given: Mapping[str, TokenPages], layout: KVLayout, *, distinct: bool = False
+    given: Mapping[str, TokenPages], layout: KVLayout, *, distinct: bool = False, is_kept: bool = False
 ) -> dict[str, PageTable]:
     """Check the page indices of several components of a layout, see `build_page_table`.
 
-    The token ranges must have been checked.
+    Args:
+        given: Tokens, whose ranges must have been checked, and pages, by component.
+        layout: The layout.
+        distinct: As in `build_page_table`.
+        is_kept: The indices are arrays that nobody changes any more, so they need not be copied.
 
     Raises:
         PlanError: The layout has no such component, or the indices do not fit.
@@ -250,7 +263,7 @@ def build_page_tables(
     if not given.keys() <= known.keys():
         unknown = sorted(given.keys() - known.keys())
         raise PlanError("layout has no such component", given=unknown, known=sorted(known))
-    return {name: _build_table(known[name], pages, distinct=distinct) for name, pages in given.items()}
+    return {name: _build_table(known[name], pages, distinct=distinct, is_kept=is_kept) for name, pages in given.items()}
 
 
 def normalize(pages: Mapping[str, Pages], layout: KVLayout, tokens: TokenRange) -> dict[str, TokenPages]:
@@ -333,7 +346,7 @@ def read_page_tables(
 
     Args:
         ranges: Tokens that the pages hold, by component.
-        pages: Page indices by component, encoded as `WIRE_PAGES`; not trusted.
+        pages: Page indices by component, encoded as `WIRE_PAGES`; not trusted, and not changed any more.
         layout: Layout of the rank that owns the pages.
 
     Raises:
@@ -349,4 +362,4 @@ def read_page_tables(
         name: TokenPages(check_range(tokens), np.frombuffer(pages[name], WIRE_PAGES)) for name, tokens in ranges.items()
     }
     num_bytes = sum(map(len, pages.values()))
-    return build_page_tables(parts, layout, distinct=num_bytes <= TRUSTED_PAGES * WIRE_PAGES.itemsize)
+    return build_page_tables(parts, layout, distinct=num_bytes <= TRUSTED_PAGES * WIRE_PAGES.itemsize, is_kept=True)

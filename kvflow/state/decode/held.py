@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.geometry.pages import DENSE, WIRE_PAGES
 
 __all__ = ["HeldPage", "HeldPages"]
 
@@ -44,9 +44,27 @@ class HeldPages:
                     return HeldPage(name, int(wanted[held.argmax()]))
         return None
 
-    def hold(self, pages: Mapping[str, bytes]) -> None:
-        """Mark pages as held."""
+    def hold(self, pages: Mapping[str, bytes]) -> HeldPage | None:
+        """Mark distinct pages as held, unless one of them is; return the first such page."""
+        if self._hold_many(pages):
+            return None
+        held = self.first_of(pages)
+        if held is None:
+            self._set(pages, is_held=True)
+        return held
+
+    def _hold_many(self, pages: Mapping[str, bytes]) -> bool:
+        """Hold pages without looking at each before, if they are much of the pools; return whether all were free."""
+        counts = {name: len(data) // WIRE_PAGES.itemsize for name, data in pages.items()}
+        if not all(count * DENSE > len(self._flags[name]) for name, count in counts.items()):
+            return False
+        before = {name: self._flags[name].copy() for name in pages}
         self._set(pages, is_held=True)
+        for name, flags in before.items():
+            if np.count_nonzero(self._flags[name]) != np.count_nonzero(flags) + counts[name]:
+                self._flags.update(before)
+                return False
+        return True
 
     def drop(self, pages: Mapping[str, bytes]) -> None:
         """Mark pages as free."""

@@ -414,10 +414,9 @@ class Rooms:
         return effects
 
     def _hold(self, pages: Mapping[str, bytes]) -> None:
-        held = self.held.first_of(pages)
+        held = self.held.hold(pages)
         if held is not None:
             raise self._in_use(held)
-        self.held.hold(pages)
 
     def _in_use(self, held: HeldPage) -> PagesInUse:
         """Return the error that names the transfer which holds a page."""

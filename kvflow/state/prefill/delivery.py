@@ -169,8 +169,8 @@ class Delivery:
         return True, self._num_ended if self._posted else None, self.num_retransmits if self.state.is_safe else None
 
     def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
-        """Return how long it waits for each of these, if it began to wait now."""
-        waits_for_outcome, num_ended, num_retransmits = self.now_waits
+        """Return how long it waits for each of `waits`, if it began to wait now."""
+        waits_for_outcome, num_ended, num_retransmits = self.waits
         timeouts = self._context.settings.timeouts
         deadlines: dict[PrefillTimer, float] = {}
         if waits_for_outcome:

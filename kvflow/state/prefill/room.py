@@ -130,8 +130,8 @@ class Room:
         return is_pending and lacks_grants, is_draining, is_pending and self.feed in QUIESCING, self._announced_until
 
     def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
-        """Return how long it waits for each of these, if it began to wait now."""
-        lacks_grants, is_draining, is_quiescing, announced = self.now_waits
+        """Return how long it waits for each of `waits`, if it began to wait now."""
+        lacks_grants, is_draining, is_quiescing, announced = self.waits
         timeouts = self._context.settings.timeouts
         deadlines: dict[PrefillTimer, float] = {
             GrantOverdue(self.room, peer, generation): until for peer, generation, until in announced

@@ -81,8 +81,8 @@ def test_flags_agree_with_a_set() -> None:
         found = held.first_of(data)
         assert (None if found is None else found.page) == (taken[0] if taken else None)
         if rng.random() < 0.5:
-            held.hold(data)
-            known.update(pages.tolist())
+            assert held.hold(data) == found
+            known.update([] if taken else pages.tolist())
         else:
             held.drop(data)
             known.difference_update(pages.tolist())
@@ -99,10 +99,11 @@ def test_pages_of_every_block_of_a_long_table_are_held(count: int) -> None:
     order = np.random.default_rng(count).permutation(num_pages).astype(WIRE_PAGES)
     pages = {"kv": order[:count].tobytes()}
     assert held.first_of(pages) is None
-    held.hold(pages)
+    assert held.hold(pages) is None
     assert held.count() == {"kv": count}
     assert held.first_of({"kv": order[count:].tobytes()}) is None
     last = np.concatenate([order[count:], order[count - 1 : count]])  # only its last page is held
-    assert held.first_of({"kv": last.tobytes()}) == HeldPage("kv", int(order[count - 1]))
+    assert held.hold({"kv": last.tobytes()}) == HeldPage("kv", int(order[count - 1]))
+    assert held.count() == {"kv": count}
     held.drop(pages)
     assert held.count() == {"kv": 0}
