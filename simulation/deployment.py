@@ -15,10 +15,10 @@ from typing_extensions import override
 from kvflow.config import DecodeConfig, Endpoint, Limits, Packing, PrefillConfig, Timeouts
 from kvflow.errors import Shortage
 from kvflow.observe.logs import LOGGER
-from kvflow.state.invariants import check_invariants
 from kvflow.state.tables import Memory
 from kvflow.wire.messages import RankId
 from simulation.engines import POLL_S, DecodeWorker, PrefillWorker, Worker
+from simulation.invariants import check_invariants
 from simulation.loop import PROCESS, Process, Violation
 from simulation.memory import Pool
 from simulation.model import Model, layout_of

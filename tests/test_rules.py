@@ -38,7 +38,6 @@ PURE: Final = [
     "kvflow.geometry",
     "kvflow.state",
     "kvflow.state.decode.core",
-    "kvflow.state.invariants",
     "kvflow.state.prefill.core",
     "kvflow.state.recorder",
     "kvflow.wire.codec",

@@ -17,13 +17,13 @@ from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
-from kvflow.state.invariants import check_invariants
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Ack, AnyMessage, Failure, Notice, PeerId, Ping, Pong, RankId, RankRecord
 from simulation.explore.snapshot import copied, fingerprint
+from simulation.invariants import check_invariants
 
 __all__ = ["FAULTS", "PromiseBroken", "Setup", "SmallWorld", "Step"]
 

@@ -27,7 +27,6 @@ from kvflow.state.effects import (
     SendMessage,
     YieldTurn,
 )
-from kvflow.state.invariants import check_invariants
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.settings import DecodeSettings, LocalStagingSettings, PrefillSettings, WindowSettings
 from kvflow.wire.messages import (
@@ -46,6 +45,7 @@ from kvflow.wire.messages import (
     Welcome,
 )
 from simulation.explore.snapshot import fingerprint
+from simulation.invariants import check_invariants
 from tests.support.small_routes import layout, peer_route, rank_routes
 
 __all__ = [

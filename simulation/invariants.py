@@ -1,4 +1,4 @@
-"""Invariants of a core, which hold after every event. Checked by tests; too slow for production."""
+"""Invariants of a core, which hold after every event. Checked by tests too; too slow for production."""
 
 from collections import Counter
 
