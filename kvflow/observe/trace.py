@@ -1,4 +1,4 @@
-"""Log lines for the events and effects of the cores."""
+"""Log lines for the events of the cores."""
 
 import logging
 import math
@@ -7,114 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvflow.errors import Stage, shorten
+from kvflow.errors import shorten
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.room import RoomId
-from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.tables import Outcome
-from kvflow.wire.messages import (
-    Ack,
-    Announce,
-    Cancel,
-    Decline,
-    Drained,
-    Failed,
-    Failure,
-    Grant,
-    Notice,
-    PeerId,
-    SlotQuery,
-    SlotReleased,
-)
+from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
 
 __all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer"]
 
-STAGES: Final[dict[type, Stage]] = {
-    ev.SendOpened: Stage.ENQUEUE,
-    ev.SendRefused: Stage.ENQUEUE,
-    ev.ChunkOffered: Stage.ENQUEUE,
-    ev.QuiesceAsked: Stage.ENQUEUE,
-    ev.LeaseStarted: Stage.ENQUEUE,
-    ev.ReclaimAsked: Stage.ENQUEUE,
-    ev.SendAborted: Stage.ENQUEUE,
-    ev.HelloChecked: Stage.BOOTSTRAP,
-    ev.ReplyLost: Stage.BOOTSTRAP,
-    ev.DataReady: Stage.ENQUEUE,
-    ev.PlanFinished: Stage.PLANNING,
-    ev.PieceWentDirect: Stage.PLANNING,
-    ev.PlanFailed: Stage.PLANNING,
-    ev.PostEnded: Stage.SUBMIT,
-    ev.PostInDoubt: Stage.SUBMIT,
-    ev.ReceiveOpened: Stage.BOOTSTRAP,
-    ev.ReceiveGranted: Stage.ENQUEUE,
-    ev.ReceiveAborted: Stage.AGGREGATE,
-    ev.RoomDeclined: Stage.BOOTSTRAP,
-    ev.InstanceFound: Stage.BOOTSTRAP,
-    ev.RoutesCompiled: Stage.BOOTSTRAP,
-    ev.ConnectFailed: Stage.BOOTSTRAP,
-    ev.ConnectionLost: Stage.BOOTSTRAP,
-    ev.ConnectionObstructed: Stage.BOOTSTRAP,
-    ev.ConnectionRefused: Stage.BOOTSTRAP,
-    ev.LookUpRefused: Stage.BOOTSTRAP,
-    ev.PeerRevoked: Stage.BOOTSTRAP,
-    ev.ProbeFinished: Stage.BOOTSTRAP,
-    ev.PeerFenced: Stage.BOOTSTRAP,
-    ev.Landed: Stage.AGGREGATE,
-    ev.FenceImpossible: Stage.BOOTSTRAP,
-    ev.NoticeDelivered: Stage.AGGREGATE,
-    ev.DigestsVerified: Stage.AGGREGATE,
-    ev.Scattered: Stage.AGGREGATE,
-    ef.CheckHello: Stage.BOOTSTRAP,
-    ef.DisconnectTransport: Stage.BOOTSTRAP,
-    ef.AwaitData: Stage.ENQUEUE,
-    ef.PlanPiece: Stage.PLANNING,
-    ef.DropPlan: Stage.PLANNING,
-    ef.PostPiece: Stage.SUBMIT,
-    ef.PostPlan: Stage.SUBMIT,
-    ef.ReportGranted: Stage.ENQUEUE,
-    ef.ReportQuiesced: Stage.SUBMIT,
-    ef.ReportSender: Stage.SUBMIT,
-    ef.LookUp: Stage.BOOTSTRAP,
-    ef.CompileRoutes: Stage.BOOTSTRAP,
-    ef.Connect: Stage.BOOTSTRAP,
-    ef.Disconnect: Stage.BOOTSTRAP,
-    ef.ProbePeer: Stage.BOOTSTRAP,
-    ef.WaitForFence: Stage.BOOTSTRAP,
-    ef.WaitForLanding: Stage.AGGREGATE,
-    ef.NoteEnds: Stage.AGGREGATE,
-    ef.ScatterStaged: Stage.AGGREGATE,
-    ef.VerifyDigests: Stage.AGGREGATE,
-    ef.ReportReceiver: Stage.AGGREGATE,
-}
-"""Stage of each event and effect. Those that concern the rank as a whole have none."""
-
-MESSAGE_STAGES: Final[dict[type, Stage]] = {
-    Announce: Stage.ENQUEUE,
-    Grant: Stage.ENQUEUE,
-    Decline: Stage.ENQUEUE,
-    Cancel: Stage.ENQUEUE,
-    SlotQuery: Stage.SUBMIT,
-    SlotReleased: Stage.SUBMIT,
-    Ack: Stage.AGGREGATE,
-    Notice: Stage.AGGREGATE,
-    Drained: Stage.AGGREGATE,
-    Failed: Stage.AGGREGATE,
-}
-"""Stage of each message. All other messages concern the connection between two ranks, and count as bootstrap."""
-
-NAMES: Final[dict[type, str]] = {
-    ef.ReportGranted: "grants_reported",
-    ef.ReportQuiesced: "quiesced_reported",
-    ef.ReportSender: "sender_reported",
-    ef.ReportReceiver: "receiver_reported",
-}
-"""Names of lines that are not derived from the class name."""
-
-CARRIERS: Final = ("piece", "delivery", "notice", "message", "chunk", "hello", "opened", "rank")
+CARRIERS: Final = ("delivery", "notice", "message", "chunk", "hello")
 """Fields whose own fields are also shown."""
-
-Described = ev.PrefillEvent | ev.DecodeEvent | ef.PrefillEffect | ef.DecodeEffect
 
 SHOWN: Final = (
     "room",
@@ -130,34 +33,25 @@ SHOWN: Final = (
     "endpoint",
     "is_gone",
     "lingers",
-    "active",
 )
 """Fields of events, and of the objects they carry, that are shown in log lines."""
 
 
-def describe(item: Described) -> tuple[str, dict[str, object]]:
+def describe(item: ev.PrefillEvent | ev.DecodeEvent) -> tuple[str, dict[str, object]]:
     """Return the name and values of a line.
 
     Returns:
-        A name like "post_ended", and those of the values room, generation, engine_rank, peer, stage and others that are
+        A name like "post_ended", and those of the values room, generation, engine_rank, peer and others that are
         short and known.
     """
-    if isinstance(item, ef.LogEvent):
-        return item.name, {**item.values}
-    name = NAMES.get(type(item)) or _snake_case(type(item))
     values: dict[str, object] = {}
     for carrier in CARRIERS:
         if hasattr(item, carrier):
             values.update(_fields(getattr(item, carrier)))
-    if isinstance(item, ef.PostPiece | ef.PlanPiece):
-        values.update(_fields(item.piece.delivery), num_bytes=item.piece.cost.num_bytes)
     values.update(_fields(item))
-    if type(item) in STAGES:
-        values["stage"] = STAGES[type(item)].value
-    if isinstance(item, ev.MessageReceived | ev.MessageArrived | ef.SendMessage | ef.Reply):
+    if isinstance(item, ev.MessageReceived | ev.MessageArrived):
         values["message"] = _snake_case(type(item.message))
-        values["stage"] = MESSAGE_STAGES.get(type(item.message), Stage.BOOTSTRAP).value
-    return name, values
+    return _snake_case(type(item)), values
 
 
 def _snake_case(kind: type) -> str:
@@ -174,9 +68,6 @@ def _fields(item: object) -> dict[str, object]:
         shown["peer"] = str(shown["peer"])
     if isinstance(item, (Notice, Drained, Failed)):
         shown["from_rank"] = item.engine_rank
-    for field in ("outcome", "memory"):
-        if hasattr(item, field):
-            shown[field] = getattr(item, field).value
     failure = getattr(item, "failure", None)
     if isinstance(failure, Failure):
         shown |= failure_values(failure)
