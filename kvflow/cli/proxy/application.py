@@ -16,10 +16,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
 import aiohttp
-import anyio
+import anyio.abc
 import msgspec
 from aiohttp import web
-from anyio.abc import TaskGroup
 from multidict import CIMultiDict
 from typing_extensions import override
 
@@ -74,7 +73,7 @@ class Proxy(web.Server):
     """Uses servers in turn; `tasks` runs what outlives a request. aiohttp bounds headers, in size and in time."""
 
     def __init__(
-        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, tasks: TaskGroup
+        self, prefill: Sequence[str], decode: Sequence[str], session: aiohttp.ClientSession, tasks: anyio.abc.TaskGroup
     ) -> None:
         super().__init__(self.answer, handler_cancellation=True, access_log=None, keepalive_timeout=CLIENT_S)
         self._servers, self._session, self._tasks = [*prefill, *decode], session, tasks
@@ -85,9 +84,9 @@ class Proxy(web.Server):
 
     @override
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        hosts = [(it.peername or "?")[0] for it in (handler, *self.connections)]
         super().connection_made(handler, transport)
-        hosts = [it.peername[0] for it in self.connections if it.peername]
-        if len(hosts) > MAX_CONNECTIONS or hosts.count(handler.peername[0]) > MAX_PER_CLIENT:
+        if len(hosts) > MAX_CONNECTIONS or hosts.count(hosts[0]) > MAX_PER_CLIENT:
             transport.abort()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -231,7 +230,8 @@ async def _pass_on(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> 
 
 async def _written(request: web.BaseRequest, writing: Coroutine[Any, Any, None]) -> None:
     try:
-        await asyncio.wait_for(writing, CLIENT_S)
+        async with asyncio.timeout(CLIENT_S):
+            await writing
     except (ConnectionResetError, TimeoutError) as error:  # the client has left, or does not read
         if request.transport is not None:
             request.transport.abort()
