@@ -14,6 +14,7 @@ from kvflow.cli.main import main
 from kvflow.cli.serve.command import deployed
 from kvflow.cli.serve.server import Server, ServerFailed
 from kvflow.cli.serve.vllm import halves_of_cpus, pair, router, vllm_server
+from kvflow.errors import ConfigError
 from tests.support.ports import unused_port
 
 pytestmark = pytest.mark.anyio
@@ -137,6 +138,8 @@ async def test_a_deployment_is_ready_behind_the_proxy_and_ends_with_a_server(tmp
 
     async def serve() -> None:
         async with deployed(servers, proxy, "m") as told, aiohttp.ClientSession() as client:
+            with pytest.raises(ConfigError, match="cannot be bound"):
+                await deployed([], proxy, "m").__aenter__()
             assert told.startswith(f"ready: {proxy.url}\n\ncurl {proxy.url}/v1/completions ")
             async with client.get(f"{proxy.url}/health") as answer:
                 assert answer.status == 200

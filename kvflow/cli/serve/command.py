@@ -1,6 +1,7 @@
 """Run a prefill server, a decode server and a router on this machine until interrupted."""
 
 import argparse
+import asyncio
 import importlib
 import json
 import shlex
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvflow.cli.options import check_installed
 from kvflow.cli.smollm2 import prepare_smollm2
@@ -104,13 +106,24 @@ def _directory(chosen: Path | None) -> Path:
     return chosen
 
 
+async def _check_free(url: str) -> None:
+    address = urlsplit(url)
+    try:
+        listener = await asyncio.start_server(lambda *_: None, address.hostname, address.port)
+    except OSError as error:
+        raise ConfigError("address cannot be bound", url=url, detail=error.strerror) from error
+    listener.close()
+
+
 @asynccontextmanager
 async def deployed(servers: "Sequence[Server]", router: "Server", model: str) -> AsyncIterator[str]:
     """Start prefill and decode, then the router; stop them at the end. Yields what to tell a person once all are ready.
 
     Raises:
+        ConfigError: The router's address cannot be bound.
         ServerFailed: One of them has ended, or was not ready in time; at any moment in the block.
     """
+    await _check_free(router.url)  # before servers take minutes to start
     try:
         async with open_tasks() as tasks:
             print("starting (takes a minute or more)", flush=True)
