@@ -541,6 +541,7 @@ class RoomSender(Transfer):
             await line.wait(self.room)
             try:
                 if num_quiesced == self._num_quiesced:  # else `quiesce` has dropped all waiting chunks of the room
+                    self._raise_if_failed()
                     self._offer(chunk)
             finally:
                 line.admit()
@@ -566,7 +567,6 @@ class RoomSender(Transfer):
         return True
 
     def _offer(self, chunk: Chunk) -> None:
-        self._raise_if_failed()
         if self._is_finished:  # by now, the room may belong to a later transfer in the core
             raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
         footprint = self._rank.footprint(chunk.pages)

@@ -95,8 +95,7 @@ class PlanWork(msgspec.Struct, frozen=True):
         elif piece.must_pack:
             return Plan(gathering.gather(route, self.max_bytes), gathering.staged)
         direct = plan_extents(route, self.components, layers=layers, max_bytes=self.max_bytes)
-        num_descriptors = direct.num_descriptors
-        if gathering is not None and pays_off(gathering.num_bytes, num_descriptors, self.descriptor_overhead_s):
+        if gathering is not None and pays_off(gathering.num_bytes, direct.num_descriptors, self.descriptor_overhead_s):
             return Plan(gathering.gather(route, self.max_bytes), gathering.staged)
         return Plan(direct.descriptors())
 

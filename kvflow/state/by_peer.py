@@ -33,14 +33,9 @@ class Incarnations:
 
 
 class ByPeer(Generic[Key]):
-    """Keys of items by the peers that they concern, in the order in which they were added.
-
-    Attributes:
-        incarnations: The peers that have items; read-only.
-    """
+    """Keys of items by the peers that they concern, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.incarnations = Incarnations()
         self._keys: dict[PeerId, dict[Key, None]] = {}
         self._peers: dict[Key, dict[PeerId, None]] = {}
 
@@ -63,10 +58,7 @@ class ByPeer(Generic[Key]):
 
     def add(self, peer: PeerId, key: Key) -> None:
         """Add an item of a peer."""
-        if peer not in self._keys:
-            self._keys[peer] = {}
-            self.incarnations.add(peer)
-        self._keys[peer][key] = None
+        self._keys.setdefault(peer, {})[key] = None
         self._peers.setdefault(key, {})[peer] = None
 
     def remove(self, key: Key) -> None:
@@ -76,4 +68,3 @@ class ByPeer(Generic[Key]):
             del keys[key]
             if not keys:
                 del self._keys[peer]
-                self.incarnations.remove(peer)

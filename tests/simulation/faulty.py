@@ -358,7 +358,7 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
     def left(self: decode_core.DecodeCore, peer: Any, failure: Any, now: float) -> list[DecodeEffect]:
         effects = original(self, peer, failure, now)
         self.windows.fenced(peer)
-        self._reclaim_windows()
+        self.windows.reclaim(self.rooms.scatter_from)
         return effects
 
     patch.setattr(decode_core.DecodeCore, "_left", left)
@@ -431,7 +431,7 @@ def layers_that_have_left_come_again(patch: Patch) -> None:
 def empty_notices_overtake_pieces(patch: Patch) -> None:
     def say_empty(self: prefill_delivery.Delivery) -> list[PrefillEffect]:
         effects: list[PrefillEffect] = []
-        for seq, (notice, _) in list(self._unposted.items()):
+        for seq, (notice, *_) in list(self._unposted.items()):
             if not notice.num_bytes:
                 del self._unposted[seq]
                 self._written.append(notice)

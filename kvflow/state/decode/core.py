@@ -24,7 +24,6 @@ from kvflow.state.decode.handshake import Instances
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.decode.rooms import Rooms
-from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
@@ -60,6 +59,7 @@ class DecodeCore:
     Attributes:
         quarantine: Memory in quarantine.
         timers: Pending timers.
+        windows: Staging windows and their owners.
     """
 
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
@@ -68,6 +68,7 @@ class DecodeCore:
         self.timers: Timers[DecodeTimer] = Timers()
         self.quarantine = Quarantine(settings.limits)
         self.peers = PrefillPeers(me, settings, self.timers)
+        self.windows = self.peers.windows
         context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)
         self.rooms = Rooms(context, settings, self.timers, self.quarantine)
         self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
@@ -94,11 +95,6 @@ class DecodeCore:
             self._is_watching = is_watching
             effects.append(WatchNotices(is_watching))
         return effects
-
-    @property
-    def windows(self) -> StagingWindows:
-        """Staging windows and their owners."""
-        return self.peers.windows
 
     def counts(self) -> CoreCounts:
         """Count what is open, waits, or is in quarantine."""
@@ -180,9 +176,9 @@ class DecodeCore:
             case ev.DigestsVerified():
                 return self.rooms.verified(event.generation, event.failure, now)
             case ev.NoticeDelivered():
-                return self._with_windows(self.rooms.notice(event.notice, None, now))
+                return self.rooms.notice(event.notice, None, now)
             case ev.Scattered():
-                return self._with_windows(self.rooms.scattered(event, now))
+                return self._scattered(event, now)
             case ev.QuarantineReleased(key):
                 return self.rooms.release(key, now)
             case ev.DrainStarted():
@@ -333,7 +329,12 @@ class DecodeCore:
         failure = failure or self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
         effects = self.rooms.peer_fenced(peer, failure, now)
         self.peers.fenced(peer)
-        self._reclaim_windows()
+        self.windows.reclaim(self.rooms.scatter_from)
+        return effects
+
+    def _scattered(self, event: ev.Scattered, now: float) -> list[DecodeEffect]:
+        effects = self.rooms.scattered(event, now)
+        self.windows.reclaim(self.rooms.scatter_from)
         return effects
 
     def _close_unless_awaited(self, peer: PeerId, now: float) -> list[DecodeEffect]:
@@ -348,14 +349,6 @@ class DecodeCore:
             *self.instances.lost(peer, now),
             *self._close_unless_awaited(peer, now),
         ]
-
-    def _with_windows(self, effects: list[DecodeEffect]) -> list[DecodeEffect]:
-        self._reclaim_windows()
-        return effects
-
-    def _reclaim_windows(self) -> None:
-        if self.windows.has_fenced:
-            self.windows.reclaim(self.rooms.scatter_from)
 
     # Timers ----------------------------------------------------------------------------------------------------------
 

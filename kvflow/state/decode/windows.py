@@ -73,11 +73,6 @@ class StagingWindows:
         """Return whether the window of an incarnation still needs a proof that none of its writes can land."""
         return peer in self._owners and peer not in self._fenced
 
-    @property
-    def has_fenced(self) -> bool:
-        """Whether there is a window to `reclaim`."""
-        return bool(self._fenced)
-
     def reclaim(self, is_read: Callable[[PeerId], bool]) -> None:
         """Take back fenced windows, except those that are still being read."""
         for peer in [peer for peer in self._fenced if not is_read(peer)]:

@@ -96,8 +96,7 @@ class PrefillCore:
                 the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
-        if self.posting.is_due:
-            effects += self.posting.take_turn(now)
+        effects += self.posting.take_turn(now)
         if self.queue.has_freed_capacity:
             self.queue.has_freed_capacity = False
             effects.append(AdmitChunks())

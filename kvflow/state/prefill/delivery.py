@@ -101,15 +101,12 @@ class _Unposted(NamedTuple):
 
     Attributes:
         resume_at: Token from which chunks must be sent again if it is dropped.
+        goes_on: Whether more layers of the same tokens follow.
     """
 
     notice: Notice
     resume_at: int
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether more layers of the same tokens follow."""
-        return self.notice.layer_range[1] is not None
+    goes_on: bool
 
 
 class Delivery:
@@ -257,7 +254,7 @@ class Delivery:
             return None
         self._next_seq = min(dropped)
         self._has_last_chunk = False
-        for seq, (notice, _) in dropped.items():
+        for seq, (notice, *_) in dropped.items():
             del self._unposted[seq]
             for name, (start, _) in notice.ranges.items():
                 self._positions[name] = min(start, self._positions[name])
@@ -410,7 +407,7 @@ class Delivery:
             metadata=part.metadata,
             layers=None if part.layers == ALL_LAYERS else part.layers,
         )
-        self._unposted[seq] = _Unposted(notice, resume_at(chunk, part.ranges))
+        self._unposted[seq] = _Unposted(notice, resume_at(chunk, part.ranges), part.layers[1] is not None)
         if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
             return self._say_empty()
         staging = self._context.settings.staging

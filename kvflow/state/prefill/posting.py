@@ -43,11 +43,6 @@ class Posting:
         self._continues = False
         self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
 
-    @property
-    def is_due(self) -> bool:
-        """Whether pieces can be taken, and the event loop has had its turn."""
-        return bool(self._queue.candidates) and not self._continues
-
     def resume(self) -> None:
         """Note that the event loop has run other tasks."""
         self._continues = False
@@ -55,6 +50,8 @@ class Posting:
     def take_turn(self, now: float) -> list[PrefillEffect]:
         """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
         effects: list[PrefillEffect] = []
+        if not self._queue.candidates or self._continues:  # nothing can be taken, or the event loop is to have its turn
+            return effects
         limit = self._settings.limits.descriptors_planned_inline
         effort, effort_left = 0, limit
 

@@ -301,7 +301,7 @@ class PieceQueue:
         return pools if all(pool.num_free or pool.may_come for pool in pools) else ()
 
     def _forget_if_empty(self, peer: PeerId) -> None:
-        if self._lanes[peer].is_empty:
+        if not self._lanes[peer].lines:
             del self._lanes[peer]
             del self.candidates[peer]
             self._deferred.pop(peer, None)
@@ -327,21 +327,17 @@ class _Lane:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._lines: dict[DeliveryId, _DeliveryQueue] = {}
+        self.lines: dict[DeliveryId, _DeliveryQueue] = {}
         self._rotations: dict[int, OrderedDict[DeliveryId, _DeliveryQueue]] = {}
         self._num_joined = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._lines
-
     def push(self, entry: _Entry) -> None:
-        line = self._lines.get(entry.piece.delivery)
+        line = self.lines.get(entry.piece.delivery)
         if line is not None:
             line.entries.append(entry)
             return
         delivery = entry.piece.delivery
-        self._lines[delivery] = line = _DeliveryQueue(delivery, deque([entry]))
+        self.lines[delivery] = line = _DeliveryQueue(delivery, deque([entry]))
         self._join(line, entry.enqueued_at)
 
     def take(self, line: _DeliveryQueue, now: float) -> _Entry:
@@ -350,18 +346,18 @@ class _Lane:
         if line.entries:
             self._join(line, now)
         else:
-            del self._lines[line.delivery]
+            del self.lines[line.delivery]
         return entry
 
     def drop(self, delivery: DeliveryId, first: int) -> int:
-        line = self._lines.get(delivery)
+        line = self.lines.get(delivery)
         if line is None:
             return 0
         num_before = len(line.entries)
         kept = [entry for entry in line.entries if entry.piece.seq < first]
         if not kept:
             self._leave(line)
-            del self._lines[delivery]
+            del self.lines[delivery]
         line.entries = deque(kept)
         return num_before - len(kept)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvflow.errors import CapacityExceeded
-from kvflow.state.by_peer import ByPeer
+from kvflow.state.by_peer import ByPeer, Incarnations
 from kvflow.state.effects import PrefillEffect
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.delivery import Delivery
@@ -37,6 +37,7 @@ class UnfencedDeliveries:
         self._limit = limit
         self._deliveries: dict[DeliveryId, Delivery] = {}
         self._by_peer: ByPeer[DeliveryId] = ByPeer()
+        self._incarnations = Incarnations()
         self._gone: dict[PeerId, None] = {}  # disconnected decode ranks with deliveries
         self.num_to_gone = 0
 
@@ -62,6 +63,7 @@ class UnfencedDeliveries:
         delivery.forget_pages()
         self._deliveries[delivery.id] = delivery
         self._by_peer.add(delivery.id.peer, delivery.id)
+        self._incarnations.add(delivery.id.peer)
         if delivery.id.peer not in self._peers:
             self._gone[delivery.id.peer] = None
             self.num_to_gone += 1
@@ -95,7 +97,7 @@ class UnfencedDeliveries:
         Returns:
             The earlier incarnations.
         """
-        earlier = self._by_peer.incarnations.others(peer)
+        earlier = self._incarnations.others(peer)
         for other in earlier:
             self.forget_peer(other)
         return earlier
@@ -146,7 +148,7 @@ class UnfencedDeliveries:
         del self._deliveries[delivery_id]
         self._by_peer.remove(delivery_id)
         peer = delivery_id.peer
-        if peer in self._gone:
-            self.num_to_gone -= 1
-            if peer not in self._by_peer:
-                del self._gone[peer]
+        self.num_to_gone -= peer in self._gone
+        if peer not in self._by_peer:
+            self._gone.pop(peer, None)
+            self._incarnations.remove(peer)
