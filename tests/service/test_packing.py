@@ -199,7 +199,7 @@ async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_g
         return plan_extents(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("kvflow.stages.planning.plan_extents", noted)
-    monkeypatch.setattr("kvflow.state.prefill.core.BYTES_GATHERED_INLINE", gathered_inline)
+    monkeypatch.setattr("kvflow.state.prefill.posting.BYTES_GATHERED_INLINE", gathered_inline)
     async with deploy(prefill_tp=0) as deployment, AsyncExitStack() as stack:
         pool = make_pool()
         rank = kvflow.PrefillRank(prefill_config(deployment.registry.endpoint), pool.layout, costly(BLOCK_S / 8))
