@@ -496,12 +496,12 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         )
         self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)
-        self._record(settings)
         self._connections = PeerConnections(self._context, self._trust)
         self._resources.callback(self._connections.close)
         self._compiler = RouteCompiler(self._context, self.layout)
         self._proofs = PeerProofs(self._context, backend)
         self._aggregate = Aggregate(self._context, self.layout, backend, self._staging)
+        self._start(self._core.handle, settings)
 
     @override
     def _perform(self, effect: ef.DecodeEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
@@ -545,13 +545,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
     def _report_receiver(self, effect: ef.ReportReceiver) -> None:
         if effect.outcome is not Outcome.PENDING:
             self._aggregate.stop_verifying(effect.generation)
-        receiver = self._transfers.get(effect.generation)
+        receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
             receiver.take(effect.received)
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         if effect.memory is Memory.SAFE:
             self._aggregate.drop(effect.generation)
-        self._report(effect.generation, effect)
+        self._transfers.report(effect.generation, effect)
 
     @override
     def _take_backend_event(self, event: BackendEvent) -> None:

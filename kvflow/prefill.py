@@ -23,7 +23,7 @@ from kvflow.observe.trace import TransferLine
 from kvflow.options import SendOptions
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
-from kvflow.rank import PostCounts, Rank
+from kvflow.rank import Rank
 from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
 from kvflow.stages.authorization import Authorizer
@@ -39,6 +39,7 @@ from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome
+from kvflow.statistics import PostCounts
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import Reader, Unread, encode
@@ -196,8 +197,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             endpoint=self.endpoint,
         )
         self._core = PrefillCore(self.me, settings)
-        self._record(settings)
         self._grants = GrantCollector(self._context, self._core, settings, self._send)
+        self._start(self._handle, settings)
         self.line = CapacityLine(self._core.rooms.has_capacity, self._core.rooms.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
@@ -241,15 +242,15 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.Reply(connection, message):
                 self._send(connection, self._submit.with_ends(self._core.peers.claimant(connection), message))
             case ef.ReportGranted(room, wanted):
-                if (sender := self._transfers.get(room)) is not None:
+                if (sender := self._transfers.by_key.get(room)) is not None:
                     sender.report_granted(wanted)
             case ef.ReportQuiesced(room, resume_at):
-                if (sender := self._transfers.get(room)) is not None:
+                if (sender := self._transfers.by_key.get(room)) is not None:
                     sender.report_quiesced(resume_at)
             case ef.ReportSender(room, _, memory):
                 if memory is Memory.SAFE:
                     self._planning.drop_room(room)
-                self._report(room, effect)
+                self._transfers.report(room, effect)
             case ef.PlanPiece(piece):
                 self._planning.plan_piece(piece)
             case ef.PostPlan(delivery, seq, notice):
@@ -259,7 +260,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.AwaitData():
                 self._device_waits.start(effect)
             case ef.YieldTurn():
-                self._dispatch_soon(ev.TurnContinued())
+                self._dispatcher.dispatch_soon(ev.TurnContinued())
             case ef.AdmitChunks():
                 self.line.admit()
             case ef.CheckHello(connection, hello):
@@ -339,9 +340,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         principal = self._authorizer.principal_of(connection) if isinstance(message, Hello) else ""
         self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
 
-    @override
-    def _handle(self, event: ev.PrefillEvent) -> Sequence[ef.PrefillEffect]:
-        effects = super()._handle(event)
+    def _handle(self, event: ev.PrefillEvent, now: float) -> Sequence[ef.PrefillEffect]:
+        effects = self._core.handle(event, now)
         if self._grants.waiting:
             self._grants.follow(event)
         return effects
@@ -411,9 +411,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         """
         if self._submit.num_posted:
             return
-        for key, sender in list(self._transfers.items()):
-            sender.report(sender.outcome, Memory.SAFE, sender.failure)
-            del self._transfers[key]
+        for key in list(self._transfers.by_key):
+            self._transfers.release(key)
 
 
 class RoomSender(Transfer):

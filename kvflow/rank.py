@@ -10,16 +10,10 @@ import asyncio
 import dataclasses
 import logging
 import math
-import os
-import stat
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
-
-import anyio
-import numpy as np
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from kvflow.aio.alarm import Alarm
 from kvflow.aio.pulse import Pulse
@@ -31,23 +25,22 @@ from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
 from kvflow.control.reading import ReadingContext
+from kvflow.dispatcher import Dispatcher, open_recorder
 from kvflow.errors import (
-    CapacityExceeded,
-    ConfigError,
     FailureReason,
     KvflowError,
     LocalProtocolError,
     RankBroken,
-    RankDraining,
     Stage,
     shorten,
 )
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES, PageTable
+from kvflow.geometry.pages import PageTable
 from kvflow.keys import renewed_trust
-from kvflow.observe.logs import LOGGER, get_logger
+from kvflow.observe.logs import get_logger
 from kvflow.observe.times import Duration, StageTimes
-from kvflow.observe.trace import AnomalyLog, describe, log_transfer
+from kvflow.observe.trace import AnomalyLog
+from kvflow.open_transfers import OpenTransfers, QuarantineView
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
 from kvflow.quarantine import QuarantineRecord
@@ -56,14 +49,13 @@ from kvflow.stages.context import StageContext, agent_name
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
-from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
-from kvflow.state.recorder import Recorder
+from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings, PrefillSettings
-from kvflow.state.tables import Memory, Outcome
+from kvflow.state.tables import Memory
 from kvflow.state.timers import NextTimer
-from kvflow.statistics import RankStatistics, StagingStatistics
+from kvflow.statistics import PostCounts, RankStatistics
 from kvflow.system import system_ports
-from kvflow.transfer import Transfer, check_room, reason_of
+from kvflow.transfer import Transfer, reason_of
 from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
 
@@ -90,28 +82,8 @@ Event_contra = TypeVar("Event_contra", contravariant=True)
 Effect_co = TypeVar("Effect_co", covariant=True)
 
 
-def _open_for_owner(path: str, flags: int) -> int:
-    """Open a file that nobody but its owner may read, even if it already exists."""
-    descriptor = os.open(path, flags, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.fchmod(descriptor, 0o600)
-    return descriptor
-
-
-class PostCounts(NamedTuple):
-    """Writes that are under way, and those so far; see `StagingStatistics`."""
-
-    posted: int = 0
-    packed_posts: int = 0
-    packed_bytes: int = 0
-    direct_posts: int = 0
-    direct_bytes: int = 0
-
-
-class Core(Protocol[Event_contra, Effect_co]):
+class Core(QuarantineView, Protocol[Event_contra, Effect_co]):
     """The common interface of both cores; see `kvflow.state`."""
-
-    quarantine: Quarantine
 
     @property
     def timers(self) -> NextTimer:
@@ -127,12 +99,6 @@ class Core(Protocol[Event_contra, Effect_co]):
 
     def counts(self) -> CoreCounts:
         """Count what is open, waits, or is in quarantine."""
-
-    def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
-        """Return the missing proofs for a transfer's pages."""
-
-    def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
-        """Return the pages of a transfer as `WIRE_PAGES`, by component."""
 
 
 class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
@@ -165,13 +131,17 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._trust = config.trust_in_force
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
-        self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self._times = StageTimes()
         self._loop_lag = Duration()
-        self._pulse = Pulse(self._ports.now, lambda: self._num_unsettled > 0, self._note_hold)
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
+        self._transfers = OpenTransfers[AnyTransfer](layout, self._log)
+        self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._note_hold)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
-        self._tasks = OwnedTasks(self._break)
+        self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
+            self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
+        )
+        self.dispatch = self._dispatcher.dispatch
+        self._tasks = OwnedTasks(self._dispatcher.break_down)
         self._context: StageContext[AnyEvent | SharedEvent] = StageContext(
             me=self.me,
             config=config,
@@ -185,18 +155,10 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._reading_context = ReadingContext(self._ports, self._anomalies, self._tasks.start)
-        self._arrived: YieldingQueue[BackendEvent] = YieldingQueue(self._take_backend_event, self._fail, EVENTS_AT_ONCE)
-        self._transfers: dict[RoomId, AnyTransfer] = {}
-        self._num_unsettled = 0
-        self._settled = anyio.Event()
-        self._events: deque[AnyEvent | SharedEvent] = deque()
-        self._is_dispatching = False
+        self._arrived = YieldingQueue[BackendEvent](self._take_backend_event, self._dispatcher.fail, EVENTS_AT_ONCE)
         self._is_draining = False
         self._is_open = False
-        self._is_over = False
-        self._error: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._recorder: Recorder | None = None
         self._resources = ExitStack()
 
     # Life cycle -----------------------------------------------------------------------------------------------------
@@ -215,10 +177,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             if isinstance(self._backend, RankEndpoint):
                 self._backend.keep(self._staging)
             self._open()
-            self._alarm = Alarm(
-                self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag
-            )
-            self._resources.callback(self._alarm.close)
             self._resources.callback(self._pulse.close)
             await self._tasks.open()
         except BaseException:
@@ -252,9 +210,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         try:
             await self._close()
         finally:
-            self._is_over = True
-            for transfer in self._transfers.values():
-                transfer.mark_rank_closed()
+            self._dispatcher.is_over = True
+            self._transfers.end_proofs()
             try:
                 self._resources.close()
             finally:
@@ -266,11 +223,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """Fail open transfers, say goodbye to the peers and stop the transport. Tasks are still running."""
         self._is_open = False
         self.dispatch(ev.CloseStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
-        await self._wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
+        await self._transfers.wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
         await self._backend.aclose()
         self._arrived.take_all()
         self.dispatch(ev.TransportClosed())
-        if self._error is not None:
+        if self._dispatcher.error is not None:
             self._settle_after_break()
 
     def start_drain(self) -> None:
@@ -287,7 +244,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         if self._is_draining:
             return
         self._is_draining = True
-        self._log.info("rank_draining", rooms=len(self._transfers))
+        self._log.info("rank_draining", rooms=len(self._transfers.by_key))
         self._unregister()
         self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
 
@@ -314,7 +271,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @property
     def is_drained(self) -> bool:
         """True if draining has started and every transfer has an outcome, with its pages safe or in quarantine."""
-        return self._is_draining and not self._num_unsettled
+        return self._is_draining and not self._transfers.num_unsettled
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Start draining, and wait until everything has finished.
@@ -329,7 +286,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
         self.start_drain()
-        await self._wait_until_settled(math.inf if timeout_s is None else timeout_s)
+        await self._transfers.wait_until_settled(math.inf if timeout_s is None else timeout_s)
         return self.is_drained
 
     def check_loop(self) -> None:
@@ -372,7 +329,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @property
     def is_usable(self) -> bool:
         """True if the rank is open and not broken."""
-        return self._is_open and self._error is None
+        return self._is_open and self._dispatcher.error is None
 
     def check_usable(self) -> None:
         """Check that the rank is open. Can be called from any thread.
@@ -381,8 +338,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: The rank is not open.
             RankBroken: The rank is broken.
         """
-        if self._error is not None:
-            raise RankBroken("rank has failed; close it and open another one") from self._error
+        if self._dispatcher.error is not None:
+            raise RankBroken("rank has failed; close it and open another one") from self._dispatcher.error
         if not self._is_open:
             raise self.not_open()
 
@@ -400,36 +357,34 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             RankBroken: The rank is broken.
         """
         self.check_open()
-        self._submit_request(event)
+        self._dispatcher.submit(event)
 
-    def _submit_request(self, event: AnyEvent | SharedEvent) -> None:
-        if self._is_dispatching:
-            raise LocalProtocolError("rank cannot be used from within its own callbacks")
-        try:
-            effects = self._handle(event)
-        except (LocalProtocolError, CapacityExceeded, RankDraining):
-            raise
-        except Exception as error:
-            self._log.error("event_failed", event_type=type(event).__name__)
-            self._fail(error)
-            raise RankBroken("rank has failed; close it and open another one") from error
-        self._carry_out(event, effects)
+    def _start(
+        self,
+        handle: Callable[[AnyEvent | SharedEvent, float], Sequence[AnyEffect]],
+        settings: PrefillSettings | DecodeSettings,
+    ) -> None:
+        """Begin to pass events to the core, by calling `handle`.
 
-    def dispatch(self, event: AnyEvent | SharedEvent) -> None:
-        """Pass an event to the core, and carry out the effects. Never raises: an exception breaks the rank.
-
-        An event dispatched while other effects are being carried out waits until they are done. Events are dropped once
-        the rank is closed or broken.
+        Raises:
+            ConfigError: They cannot be recorded.
         """
-        if self._is_over:
-            return
-        self._events.append(event)
-        if not self._is_dispatching:
-            self._carry_out(None, ())
+        self._transfers.core = self._core
+        recorder = self._resources.enter_context(open_recorder(self.config.record, self.me, settings))
+        alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag)
+        self._resources.callback(alarm.close)
+        self._dispatcher.start(handle, alarm, recorder)
 
-    def _dispatch_soon(self, event: AnyEvent | SharedEvent) -> None:
-        """Dispatch an event after the event loop has had a turn."""
-        asyncio.get_running_loop().call_soon(self.dispatch, event)
+    def _give_up(self, error: Exception) -> None:
+        """Fail every transfer: from now on the core reports nothing, so pages in use can no longer be proved safe."""
+        self._is_open = False
+        failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
+        self._unregister()
+        self._say_goodbye(failure)
+        self._transfers.fail(failure)
+
+    def _raise_at_exit(self, error: Exception) -> None:
+        self._tasks.fail(error)
 
     def _note_lag(self, lag_s: float) -> None:
         self._loop_lag.add(lag_s)
@@ -448,96 +403,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         level = logging.WARNING if effect.is_warning else logging.INFO
         self._anomalies.log(level, effect.name, effect.values)
 
-    def _carry_out(self, event: AnyEvent | SharedEvent | None, effects: Sequence[AnyEffect]) -> None:
-        """Carry out effects, then handle the queued events."""
-        self._is_dispatching = True
-        num_done = 0
-        try:
-            while True:
-                if event is not None and LOGGER.isEnabledFor(logging.DEBUG):
-                    self._trace(event, effects)
-                for num_done, effect in enumerate(effects):  # noqa: B007 - for the log, if one fails
-                    self._perform(effect)
-                if not self._events or self._error is not None:
-                    break
-                event, effects, num_done = self._events.popleft(), (), 0
-                effects = self._handle(event)
-            self._alarm.check()
-        except BaseException as error:
-            left = [type(effect).__name__ for effect in effects[num_done:]]
-            self._log.error("event_failed", event_type=type(event).__name__, effects_left=left)
-            if not isinstance(error, Exception):
-                self._break(RuntimeError(f"interrupted by {type(error).__name__}"))
-                raise
-            self._fail(error)
-        finally:
-            self._is_dispatching = False
-            if self._error is not None:
-                self._events.clear()
-
-    def _handle(self, event: AnyEvent | SharedEvent) -> Sequence[AnyEffect]:
-        now = self._ports.now()
-        if self._recorder is None:
-            return self._core.handle(event, now)
-        try:
-            effects = self._core.handle(event, now)
-        except KvflowError as error:
-            self._record_event(event, now, (), error)
-            raise
-        self._record_event(event, now, effects)
-        return effects
-
-    def _record(self, settings: PrefillSettings | DecodeSettings) -> None:
-        """Start recording the core, if recording is configured.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        path = self.config.record
-        if path is None:
-            return
-        try:
-            file = self._resources.enter_context(open(path, "wb", 0, opener=_open_for_owner))  # noqa: SIM115 - the stack closes it
-            self._recorder = Recorder(file, self.me, settings)
-        except OSError as error:
-            raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error
-
-    def _record_event(self, event: Any, now: float, effects: Sequence[Any], error: KvflowError | None = None) -> None:
-        if self._recorder is None:
-            return
-        try:
-            self._recorder.record(event, now, effects, error)
-        except OSError as failure:  # such as a full disk; the rank continues without recording
-            self._recorder = None
-            self._log.error("recording_ended", detail=str(failure))
-
-    def _trace(self, event: Any, effects: Sequence[Any]) -> None:
-        name, values = describe(event)
-        self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
-
-    def _fail(self, error: Exception) -> None:
-        """Break the rank, and make its exit raise the error."""
-        self._tasks.fail(error)
-        self._break(error)
-
-    def _break(self, error: Exception) -> None:
-        """Break the rank: from now on the core reports nothing, so pages in use can no longer be proved safe."""
-        if self._error is not None:
-            return
-        self._is_open = False
-        self._alarm.close()
-        self._error = error
-        self._log.error("rank_broken", exc_info=error)
-        failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
-        self._unregister()
-        self._say_goodbye(failure)
-        for transfer in list(self._transfers.values()):
-            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
-            memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
-            transfer.report(outcome, memory, transfer.failure or failure)
-        self._num_unsettled = 0
-        self._settled.set()
-
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
@@ -549,19 +414,12 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         self.check_open()
         transfer.begin(memory)
-        before = self._transfers.get(key)
-        self._transfers[key] = transfer
-        self._num_unsettled += 1
+        before = self._transfers.add(key, transfer)
         self._pulse.start()
         try:
-            self._submit_request(event)
+            self._dispatcher.submit(event)
         except KvflowError as error:
-            transfer.mark_refused()
-            if self._error is None:
-                self._num_unsettled -= 1
-            del self._transfers[key]
-            if before is not None:
-                self._transfers[key] = before
+            self._transfers.remove_refused(key, transfer, before)
             self._note_refused(event, self.failure(reason_of(error), str(error)))
             raise
 
@@ -572,32 +430,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: The rank has not been opened.
         """
         self.check_opened()
-        counts, posts = self._core.counts(), self._post_counts()
-        return RankStatistics(
-            rooms=counts.rooms,
-            quarantined=counts.quarantined,
-            quarantined_pages=counts.quarantined_pages,
-            quarantined_bytes=counts.quarantined_bytes,
-            announced=counts.announced,
-            waiting_grants=counts.waiting_grants,
-            queued_chunks=counts.queued_chunks,
-            posted=posts.posted,
-            timers=counts.timers,
-            peers=counts.peers,
-            anomalies=dict(self._anomalies.counts),
-            postponed=dict(self._anomalies.postponed),
-            times=self._times,
-            loop_lag=dataclasses.replace(self._loop_lag),
-            staging=StagingStatistics(
-                packed_posts=posts.packed_posts,
-                packed_bytes=posts.packed_bytes,
-                direct_posts=posts.direct_posts,
-                direct_bytes=posts.direct_bytes,
-                slots_taken=counts.slots_taken,
-                slots_lost=counts.slots_lost,
-                windows_taken=counts.windows_taken,
-                windows_free=counts.windows_free,
-            ),
+        return RankStatistics.of(
+            self._core.counts(), self._post_counts(), self._anomalies, self._times, dataclasses.replace(self._loop_lag)
         )
 
     def _post_counts(self) -> PostCounts:
@@ -609,7 +443,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
         Each record names the pages and, for each peer, the missing proof.
         """
-        return [self._record_of(key, transfer) for key, transfer in self._transfers.items() if transfer.is_quarantined]
+        return self._transfers.quarantined()
 
     def release(self, which: RoomId | QuarantineRecord) -> None:
         """Release quarantined pages without proof that nothing can touch them.
@@ -625,49 +459,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: It is not in quarantine, or this is the wrong event loop or thread.
         """
         self.check_loop()
-        room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
-        keys = [key for key, transfer in self._transfers.items() if transfer.is_quarantined and transfer.room == room]
-        if isinstance(which, QuarantineRecord):
-            keys = [key for key in keys if key == which.key]
-        if not keys:
-            raise LocalProtocolError("room is not in quarantine", room=room)
-        for key in keys:
-            self._release(key, self._transfers[key])
-
-    def _release(self, key: RoomId, transfer: AnyTransfer) -> None:
-        self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
-        if self._error is None and not self._is_over:
-            self.dispatch(ev.QuarantineReleased(key))
-        else:  # the core no longer reports
-            transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
-            del self._transfers[key]
-
-    def _record_of(self, key: RoomId, transfer: AnyTransfer) -> QuarantineRecord:
-        pages = {
-            name: np.frombuffer(data, WIRE_PAGES).astype(np.int32) for name, data in self._core.pages_of(key).items()
-        }
-        takes_proofs = self._error is None and not self._is_over
-        return QuarantineRecord(
-            room=transfer.room,
-            label=transfer.label,
-            key=key,
-            pages=pages,
-            num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
-            since_s=transfer.quarantined_s,
-            failure=transfer.failure,
-            missing=tuple(self._core.missing_proofs(key) if takes_proofs else [MissingProof("", "", ProofKind.BROKEN)]),
-        )
-
-    def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
-        record = self._record_of(key, transfer)
-        self._log.warning(
-            "pages_quarantined",
-            room=record.room,
-            pages={name: len(pages) for name, pages in record.pages.items()},
-            num_bytes=record.num_bytes,
-            missing=[proof.detail for proof in record.missing],
-            quarantined=len(self._core.quarantine),
-        )
+        for key in self._transfers.find_quarantined(which):
+            if self._transfers.takes_proofs:
+                self.dispatch(ev.QuarantineReleased(key))
+            else:
+                self._transfers.release(key)
 
     def log_callback_failed(self, transfer: Transfer, error: BaseException) -> None:
         """Log that a transfer's `on_change` has raised an exception."""
@@ -682,7 +478,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         num_pages = num_bytes = 0
         for name, table in tables.items():
             num_pages += len(table.pages)
-            num_bytes += len(table.pages) * self._page_bytes[name]
+            num_bytes += len(table.pages) * self._transfers.page_bytes[name]
         return Footprint(num_pages, num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
@@ -690,41 +486,11 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)
 
-    def _report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
-        """Report the state of a transfer to the engine, and forget the transfer once nothing more can follow."""
-        transfer = self._transfers.get(key)
-        if transfer is None:
-            return
-        was_pending, was_settled, before = transfer.outcome is Outcome.PENDING, transfer.is_settled, transfer.memory
-        transfer.report(effect.outcome, effect.memory, effect.failure)
-        is_quarantined = effect.memory is Memory.QUARANTINED
-        is_over = effect.outcome is not Outcome.PENDING
-        if was_pending and is_over and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
-            log_transfer(self._log, transfer.log_line())
-        if is_quarantined and before is not Memory.QUARANTINED:
-            self._log_quarantined(key, transfer)
-        elif before is Memory.QUARANTINED and not is_quarantined:
-            self._log.info("quarantine_left", room=transfer.room, quarantined=len(self._core.quarantine))
-        if effect.memory is Memory.SAFE and is_over:
-            del self._transfers[key]
-        if transfer.is_settled and not was_settled:
-            self._num_unsettled -= 1
-            if not self._num_unsettled:
-                self._settled.set()
-
     def _unregister(self) -> None:
         """Stop lookups from finding this rank."""
 
     def _settle_after_break(self) -> None:
         """Report what closing the transport has proved about the pages of a broken rank."""
-
-    async def _wait_until_settled(self, timeout_s: float) -> None:
-        """Wait until every transfer has an outcome, with its pages safe or in quarantine, or until the timeout."""
-        with anyio.move_on_after(timeout_s):
-            while self._num_unsettled:
-                if self._settled.is_set():
-                    self._settled = anyio.Event()
-                await self._settled.wait()
 
     # What differs between the two kinds -----------------------------------------------------------------------------
 

@@ -1,10 +1,22 @@
 """Counters of a rank."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.trace import AnomalyLog
+from kvflow.state.counts import CoreCounts
 
-__all__ = ["RankStatistics", "StagingStatistics"]
+__all__ = ["PostCounts", "RankStatistics", "StagingStatistics"]
+
+
+class PostCounts(NamedTuple):
+    """Writes that are under way, and those so far; see `StagingStatistics`."""
+
+    posted: int = 0
+    packed_posts: int = 0
+    packed_bytes: int = 0
+    direct_posts: int = 0
+    direct_bytes: int = 0
 
 
 class StagingStatistics(NamedTuple):
@@ -71,3 +83,35 @@ class RankStatistics(NamedTuple):
     times: StageTimes
     loop_lag: Duration
     staging: StagingStatistics
+
+    @classmethod
+    def of(
+        cls, counts: CoreCounts, posts: PostCounts, anomalies: AnomalyLog, times: StageTimes, loop_lag: Duration
+    ) -> Self:
+        """Put together the counters of the parts of a rank."""
+        return cls(
+            rooms=counts.rooms,
+            quarantined=counts.quarantined,
+            quarantined_pages=counts.quarantined_pages,
+            quarantined_bytes=counts.quarantined_bytes,
+            announced=counts.announced,
+            waiting_grants=counts.waiting_grants,
+            queued_chunks=counts.queued_chunks,
+            posted=posts.posted,
+            timers=counts.timers,
+            peers=counts.peers,
+            anomalies=dict(anomalies.counts),
+            postponed=dict(anomalies.postponed),
+            times=times,
+            loop_lag=loop_lag,
+            staging=StagingStatistics(
+                packed_posts=posts.packed_posts,
+                packed_bytes=posts.packed_bytes,
+                direct_posts=posts.direct_posts,
+                direct_bytes=posts.direct_bytes,
+                slots_taken=counts.slots_taken,
+                slots_lost=counts.slots_lost,
+                windows_taken=counts.windows_taken,
+                windows_free=counts.windows_free,
+            ),
+        )

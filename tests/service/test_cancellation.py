@@ -190,7 +190,7 @@ class Bench:
             counts = rank.statistics()
             left = [counts.rooms, counts.quarantined, counts.waiting_grants, counts.queued_chunks, counts.posted]
             assert not any(left), counts
-            assert not rank._transfers
+            assert not rank._transfers.by_key
         assert not self.world.plane.num_active
         assert not self.prefill.line._waiting
 

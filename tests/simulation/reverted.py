@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import pytest
 
+from kvflow.dispatcher import Dispatcher
 from kvflow.errors import FailureReason, KvflowError
-from kvflow.rank import Rank
 from kvflow.stages.submit import Submit
 from kvflow.state.decode import core as decode_core
 from kvflow.state.decode import handshake
@@ -141,7 +141,7 @@ def engines_are_told_when_pages_are_quiet(patch: Patch) -> None:
 def errors_lose_the_remaining_effects(patch: Patch) -> None:
     """Swallow an error of an effect, and lose the remaining effects."""
 
-    def carry_out(self: Rank[Any, Any, Any], event: Any, effects: Any) -> None:
+    def carry_out(self: Dispatcher[Any, Any], event: Any, effects: Any) -> None:
         self._is_dispatching = True
         try:
             while True:
@@ -157,7 +157,7 @@ def errors_lose_the_remaining_effects(patch: Patch) -> None:
         finally:
             self._is_dispatching = False
 
-    patch.setattr(Rank, "_carry_out", carry_out)
+    patch.setattr(Dispatcher, "_carry_out", carry_out)
 
 
 DEFECTS: Final[tuple[Fault, ...]] = (

@@ -254,7 +254,7 @@ class Scheduler:
     def break_rank(self) -> None:
         """Break the rank as an internal error does, which no input should cause."""
         rank = self.manager.rank
-        rank._portal.call(rank._rank._break, RuntimeError("on purpose"))
+        rank._portal.call(rank._rank._dispatcher.break_down, RuntimeError("on purpose"))
 
     def has_noticed_quarantine(self) -> bool:
         """Return whether the manager has seen pages without a proof."""

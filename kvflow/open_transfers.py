@@ -1,0 +1,178 @@
+"""The transfers of a rank: those that are open, and those whose pages are in quarantine."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+import numpy as np
+
+from kvflow.errors import LocalProtocolError
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.observe.logs import LOGGER, BoundLogger
+from kvflow.observe.trace import log_transfer
+from kvflow.quarantine import QuarantineRecord
+from kvflow.room import RoomId
+from kvflow.state import effects as ef
+from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
+from kvflow.state.tables import Memory, Outcome
+from kvflow.transfer import Transfer, check_room
+from kvflow.wire.messages import Failure
+
+__all__ = ["OpenTransfers", "QuarantineView"]
+
+AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
+
+
+class QuarantineView(Protocol):
+    """What a core knows about the pages of transfers."""
+
+    quarantine: Quarantine
+
+    def missing_proofs(self, key: Any, /) -> Sequence[MissingProof]:
+        """Return the missing proofs for a transfer's pages."""
+
+    def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
+        """Return the pages of a transfer as `WIRE_PAGES`, by component."""
+
+
+class OpenTransfers(Generic[AnyTransfer]):
+    """The transfers of a rank by their keys, until nothing more can happen to them. Used on one event loop.
+
+    Args:
+        layout: Layout of the pools.
+        log: Logger of the rank.
+
+    Attributes:
+        by_key: The transfers.
+        num_unsettled: How many have no outcome yet, or pages that are neither safe nor in quarantine.
+        page_bytes: Bytes of a page, by component.
+        takes_proofs: False once the core reports no more.
+        core: Set it before a transfer is reported.
+    """
+
+    core: QuarantineView
+
+    def __init__(self, layout: KVLayout, log: BoundLogger) -> None:
+        self.by_key: dict[RoomId, AnyTransfer] = {}
+        self.num_unsettled = 0
+        self.page_bytes = {component.name: component.page_bytes for component in layout.components}
+        self.takes_proofs = True
+        self._log = log
+        self._settled = anyio.Event()
+
+    def add(self, key: RoomId, transfer: AnyTransfer) -> AnyTransfer | None:
+        """Add a transfer, and return the one that had its key."""
+        before = self.by_key.get(key)
+        self.by_key[key] = transfer
+        self.num_unsettled += 1
+        return before
+
+    def remove_refused(self, key: RoomId, transfer: AnyTransfer, before: AnyTransfer | None) -> None:
+        """Remove a transfer that the core has refused; `before` has its key again."""
+        transfer.mark_refused()
+        if self.takes_proofs:
+            self.num_unsettled -= 1
+        del self.by_key[key]
+        if before is not None:
+            self.by_key[key] = before
+
+    def report(self, key: RoomId, effect: ef.ReportSender | ef.ReportReceiver) -> None:
+        """Report the state of a transfer to the engine, and forget the transfer once nothing more can follow."""
+        transfer = self.by_key.get(key)
+        if transfer is None:
+            return
+        was_pending, was_settled, before = transfer.outcome is Outcome.PENDING, transfer.is_settled, transfer.memory
+        transfer.report(effect.outcome, effect.memory, effect.failure)
+        is_quarantined = effect.memory is Memory.QUARANTINED
+        is_over = effect.outcome is not Outcome.PENDING
+        if was_pending and is_over and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
+            log_transfer(self._log, transfer.log_line())
+        if is_quarantined and before is not Memory.QUARANTINED:
+            self._log_quarantined(key, transfer)
+        elif before is Memory.QUARANTINED and not is_quarantined:
+            self._log.info("quarantine_left", room=transfer.room, quarantined=len(self.core.quarantine))
+        if effect.memory is Memory.SAFE and is_over:
+            del self.by_key[key]
+        if transfer.is_settled and not was_settled:
+            self.num_unsettled -= 1
+            if not self.num_unsettled:
+                self._settled.set()
+
+    def fail(self, failure: Failure) -> None:
+        """Fail every open transfer. Pages in use can no longer be proved safe."""
+        self.takes_proofs = False
+        for transfer in list(self.by_key.values()):
+            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+            memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
+            transfer.report(outcome, memory, transfer.failure or failure)
+        self.num_unsettled = 0
+        self._settled.set()
+
+    def end_proofs(self) -> None:
+        """Record that no further proof will arrive, because the rank is closed."""
+        self.takes_proofs = False
+        for transfer in self.by_key.values():
+            transfer.mark_rank_closed()
+
+    def release(self, key: RoomId) -> None:
+        """Report the pages of a transfer as safe, and forget it."""
+        transfer = self.by_key.pop(key)
+        transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
+
+    async def wait_until_settled(self, timeout_s: float) -> None:
+        """Wait until every transfer has an outcome, with its pages safe or in quarantine, or until the timeout."""
+        with anyio.move_on_after(timeout_s):
+            while self.num_unsettled:
+                if self._settled.is_set():
+                    self._settled = anyio.Event()
+                await self._settled.wait()
+
+    def quarantined(self) -> list[QuarantineRecord]:
+        """List the transfers in quarantine."""
+        return [self._record_of(key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined]
+
+    def find_quarantined(self, which: RoomId | QuarantineRecord) -> list[RoomId]:
+        """Return the keys of a room's transfers in quarantine, or that of one record, to release them.
+
+        Raises:
+            LocalProtocolError: There is none.
+        """
+        room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
+        found = {key: it for key, it in self.by_key.items() if it.is_quarantined and it.room == room}
+        if isinstance(which, QuarantineRecord):
+            found = {key: it for key, it in found.items() if key == which.key}
+        if not found:
+            raise LocalProtocolError("room is not in quarantine", room=room)
+        for transfer in found.values():
+            self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
+        return list(found)
+
+    def _record_of(self, key: RoomId, transfer: AnyTransfer) -> QuarantineRecord:
+        pages = {
+            name: np.frombuffer(data, WIRE_PAGES).astype(np.int32) for name, data in self.core.pages_of(key).items()
+        }
+        return QuarantineRecord(
+            room=transfer.room,
+            label=transfer.label,
+            key=key,
+            pages=pages,
+            num_bytes=sum(len(indices) * self.page_bytes[name] for name, indices in pages.items()),
+            since_s=transfer.quarantined_s,
+            failure=transfer.failure,
+            missing=tuple(
+                self.core.missing_proofs(key) if self.takes_proofs else [MissingProof("", "", ProofKind.BROKEN)]
+            ),
+        )
+
+    def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
+        record = self._record_of(key, transfer)
+        self._log.warning(
+            "pages_quarantined",
+            room=record.room,
+            pages={name: len(pages) for name, pages in record.pages.items()},
+            num_bytes=record.num_bytes,
+            missing=[proof.detail for proof in record.missing],
+            quarantined=len(self.core.quarantine),
+        )
