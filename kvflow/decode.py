@@ -535,10 +535,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 self._proofs.await_landing(effect)
             case ef.NoteEnds():
                 self._proofs.note_ends(effect)
-            case ef.CountAnomaly():
-                self._count_anomaly(effect)
-            case ef.LogEvent():
-                self._log_event(effect)
+            case ef.CountAnomaly() | ef.LogEvent():
+                self._anomalies.perform(effect)
             case _:
                 assert_never(effect)
 

@@ -6,7 +6,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from kvflow.aio.alarm import Alarm
@@ -34,8 +34,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         log: Logger of the rank.
 
     Attributes:
-        error: What has broken the rank; None until then. Afterwards events are dropped.
-        is_over: Set it to drop events from now on.
+        is_over: Drop events from now on.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         now: Callable[[], float],
         log: BoundLogger,
     ) -> None:
-        self.error: Exception | None = None
         self.is_over = False
         self._perform = perform
         self._on_broken = on_broken
@@ -55,6 +53,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         self._log = log
         self._events: deque[AnyEvent] = deque()
         self._is_dispatching = False
+        self._is_broken = False
         self._alarm: Alarm
         self._core: Callable[[AnyEvent, float], Sequence[AnyEffect]]
         self._recorder: Recorder | None = None
@@ -113,8 +112,8 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
 
     def break_down(self, error: Exception) -> None:
         """Break the rank, unless it is broken already."""
-        if self.error is None:
-            self.error = error
+        if not self._is_broken:
+            self._is_broken = True
             self._alarm.close()
             self._log.error("rank_broken", exc_info=error)
             self._on_broken(error)
@@ -129,7 +128,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
                     self._trace(event, effects)
                 for num_done, effect in enumerate(effects):  # noqa: B007 - for the log, if one fails
                     self._perform(effect)
-                if not self._events or self.error is not None:
+                if not self._events or self._is_broken:
                     break
                 event, effects, num_done = self._events.popleft(), (), 0
                 effects = self._handle(event)
@@ -143,7 +142,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
             self.fail(error)
         finally:
             self._is_dispatching = False
-            if self.error is not None:
+            if self._is_broken:
                 self._events.clear()
 
     def _handle(self, event: AnyEvent) -> Sequence[AnyEffect]:
@@ -184,12 +183,9 @@ def open_recorder(
     if path is None:
         yield None
         return
-    try:
-        file = open(path, "wb", 0, opener=_open_for_owner)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error
-    with file:
+    with ExitStack() as stack:
         try:
+            file = stack.enter_context(open(path, "wb", 0, opener=_open_for_owner))
             recorder = Recorder(file, me, settings)
         except OSError as error:
             raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error

@@ -9,13 +9,13 @@ import numpy as np
 
 from kvflow.errors import LocalProtocolError
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES
+from kvflow.geometry.pages import WIRE_PAGES, PageTable
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.observe.trace import log_transfer
 from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
-from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
+from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.tables import Memory, Outcome
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.messages import Failure
@@ -47,7 +47,6 @@ class OpenTransfers(Generic[AnyTransfer]):
     Attributes:
         by_key: The transfers.
         num_unsettled: How many have no outcome yet, or pages that are neither safe nor in quarantine.
-        page_bytes: Bytes of a page, by component.
         takes_proofs: False once the core reports no more.
         core: Set it before a transfer is reported.
     """
@@ -57,7 +56,7 @@ class OpenTransfers(Generic[AnyTransfer]):
     def __init__(self, layout: KVLayout, log: BoundLogger) -> None:
         self.by_key: dict[RoomId, AnyTransfer] = {}
         self.num_unsettled = 0
-        self.page_bytes = {component.name: component.page_bytes for component in layout.components}
+        self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self.takes_proofs = True
         self._log = log
         self._settled = anyio.Event()
@@ -129,6 +128,14 @@ class OpenTransfers(Generic[AnyTransfer]):
                     self._settled = anyio.Event()
                 await self._settled.wait()
 
+    def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
+        """Return the number of pages and bytes that page tables occupy in the pools."""
+        num_pages = num_bytes = 0
+        for name, table in tables.items():
+            num_pages += len(table.pages)
+            num_bytes += len(table.pages) * self._page_bytes[name]
+        return Footprint(num_pages, num_bytes)
+
     def quarantined(self) -> list[QuarantineRecord]:
         """List the transfers in quarantine."""
         return [self._record_of(key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined]
@@ -158,7 +165,7 @@ class OpenTransfers(Generic[AnyTransfer]):
             label=transfer.label,
             key=key,
             pages=pages,
-            num_bytes=sum(len(indices) * self.page_bytes[name] for name, indices in pages.items()),
+            num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
             since_s=transfer.quarantined_s,
             failure=transfer.failure,
             missing=tuple(

@@ -268,10 +268,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.DisconnectTransport(peer):
                 self._grants.forget(peer)
                 self._hellos.disconnect(peer)
-            case ef.CountAnomaly():
-                self._count_anomaly(effect)
-            case ef.LogEvent():
-                self._log_event(effect)
+            case ef.CountAnomaly() | ef.LogEvent():
+                self._anomalies.perform(effect)
             case _:
                 assert_never(effect)
 

@@ -1,4 +1,4 @@
-"""The common part of prefill and decode ranks: the life cycle, the core with its alarm, and the transfers.
+"""The common part of prefill and decode ranks: their life cycle.
 
 A rank runs entirely on the event loop it is opened on, mostly in callbacks: sockets, the transport and the alarm
 dispatch events to the core, and the resulting effects are carried out at once. Operations that have to wait run in a
@@ -7,10 +7,9 @@ task group. The core is only accessed from that event loop, so no locks are need
 
 import abc
 import asyncio
-import dataclasses
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
@@ -30,12 +29,10 @@ from kvflow.errors import (
     FailureReason,
     KvflowError,
     LocalProtocolError,
-    RankBroken,
     Stage,
     shorten,
 )
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import PageTable
 from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import Duration, StageTimes
@@ -46,10 +43,9 @@ from kvflow.ports import Ports
 from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
-from kvflow.state import effects as ef
+from kvflow.standing import Standing
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
-from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory
 from kvflow.state.timers import NextTimer
@@ -66,9 +62,6 @@ CLOSE_MARGIN_S: Final = 1.0
 
 EVENTS_AT_ONCE: Final = 16
 """Maximum number of transport events handled before the event loop gets its turn."""
-
-STARVED_S: Final = 0.5
-"""How long the event loop may be held up before that is logged: less than a second is left until peers notice."""
 
 INCARNATION_BYTES: Final = 8
 
@@ -101,7 +94,7 @@ class Core(QuarantineView, Protocol[Event_contra, Effect_co]):
         """Count what is open, waits, or is in quarantine."""
 
 
-class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
+class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     """Base class of both ranks. Use it as an async context manager.
 
     Args:
@@ -125,23 +118,25 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self.layout = layout
         self._ports = ports or system_ports()
         incarnation = int.from_bytes(self._ports.random_bytes(INCARNATION_BYTES), "little")
-        self.me = PeerId(RankId(config.instance, config.engine_rank), incarnation)
+        super().__init__(PeerId(RankId(config.instance, config.engine_rank), incarnation))
         if isinstance(backend, SharedBackend):
             backend = backend.for_rank()
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._trust = config.trust_in_force
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
         self._times = StageTimes()
-        self._loop_lag = Duration()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._transfers = OpenTransfers[AnyTransfer](layout, self._log)
-        self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._note_hold)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
+        self._loop_lag = Duration()
+        self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
             self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
         )
-        self.dispatch = self._dispatcher.dispatch
+        self.dispatch, self.now = self._dispatcher.dispatch, self._ports.now
+        self.footprint = self._transfers.footprint
         self._tasks = OwnedTasks(self._dispatcher.break_down)
+        self.start_task = self._tasks.start
         self._context: StageContext[AnyEvent | SharedEvent] = StageContext(
             me=self.me,
             config=config,
@@ -157,8 +152,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._reading_context = ReadingContext(self._ports, self._anomalies, self._tasks.start)
         self._arrived = YieldingQueue[BackendEvent](self._take_backend_event, self._dispatcher.fail, EVENTS_AT_ONCE)
         self._is_draining = False
-        self._is_open = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._resources = ExitStack()
 
     # Life cycle -----------------------------------------------------------------------------------------------------
@@ -227,7 +220,7 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         await self._backend.aclose()
         self._arrived.take_all()
         self.dispatch(ev.TransportClosed())
-        if self._dispatcher.error is not None:
+        if self._error is not None:
             self._settle_after_break()
 
     def start_drain(self) -> None:
@@ -289,64 +282,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         await self._transfers.wait_until_settled(math.inf if timeout_s is None else timeout_s)
         return self.is_drained
 
-    def check_loop(self) -> None:
-        """Check that the call comes from the event loop and thread that the rank was opened on.
-
-        Raises:
-            LocalProtocolError: It does not.
-        """
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        if loop is not self._loop and self._loop is not None:
-            raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
-
-    def check_opened(self) -> None:
-        """Check that the rank has been opened.
-
-        Raises:
-            LocalProtocolError: It has not.
-        """
-        if self._loop is None:
-            raise self.not_open()
-
-    def not_open(self) -> LocalProtocolError:
-        """Return the error for a call that requires an open rank."""
-        message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"
-        return LocalProtocolError(message, rank=str(self.me.rank))
-
-    def check_open(self) -> None:
-        """Check that the rank is open and that the call comes from its event loop.
-
-        Raises:
-            LocalProtocolError: The rank is not open, or the call comes from another event loop or thread.
-            RankBroken: The rank is broken.
-        """
-        self.check_loop()
-        self.check_usable()
-
-    @property
-    def is_usable(self) -> bool:
-        """True if the rank is open and not broken."""
-        return self._is_open and self._dispatcher.error is None
-
-    def check_usable(self) -> None:
-        """Check that the rank is open. Can be called from any thread.
-
-        Raises:
-            LocalProtocolError: The rank is not open.
-            RankBroken: The rank is broken.
-        """
-        if self._dispatcher.error is not None:
-            raise RankBroken("rank has failed; close it and open another one") from self._dispatcher.error
-        if not self._is_open:
-            raise self.not_open()
-
-    def start_task(self, run: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Start a task on the event loop. It is cancelled when the rank is closed."""
-        self._tasks.start(run, *args)
-
     # The core -------------------------------------------------------------------------------------------------------
 
     def request(self, event: AnyEvent | SharedEvent) -> None:
@@ -371,37 +306,25 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         self._transfers.core = self._core
         recorder = self._resources.enter_context(open_recorder(self.config.record, self.me, settings))
-        alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self._ports.now, self._note_lag)
+        alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self.now, self._note_lag)
         self._resources.callback(alarm.close)
         self._dispatcher.start(handle, alarm, recorder)
 
     def _give_up(self, error: Exception) -> None:
         """Fail every transfer: from now on the core reports nothing, so pages in use can no longer be proved safe."""
-        self._is_open = False
+        self._is_open, self._error = False, error
         failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
         self._unregister()
         self._say_goodbye(failure)
         self._transfers.fail(failure)
 
-    def _raise_at_exit(self, error: Exception) -> None:
-        self._tasks.fail(error)
-
     def _note_lag(self, lag_s: float) -> None:
         self._loop_lag.add(lag_s)
         if not self._pulse.is_running:
-            self._note_hold(lag_s, "at least, as no transfer was open: ")
+            self._anomalies.note_hold(lag_s, "at least, as no transfer was open: ")
 
-    def _note_hold(self, held_s: float, prefix: str = "") -> None:
-        if held_s > STARVED_S:
-            detail = f"{prefix}the engine held the GIL or the event loop, or this process was suspended"
-            self._anomalies.count("event_loop_starved", held_s=round(held_s, 3), detail=detail)
-
-    def _count_anomaly(self, effect: ef.CountAnomaly) -> None:
-        self._anomalies.count(effect.kind, effect.peer, room=effect.room, detail=effect.detail or None)
-
-    def _log_event(self, effect: ef.LogEvent) -> None:
-        level = logging.WARNING if effect.is_warning else logging.INFO
-        self._anomalies.log(level, effect.name, effect.values)
+    def _raise_at_exit(self, error: Exception) -> None:
+        self._tasks.fail(error)
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -430,9 +353,8 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: The rank has not been opened.
         """
         self.check_opened()
-        return RankStatistics.of(
-            self._core.counts(), self._post_counts(), self._anomalies, self._times, dataclasses.replace(self._loop_lag)
-        )
+        counts, posts = self._core.counts(), self._post_counts()
+        return RankStatistics.of(counts, posts, self._anomalies, self._times, self._loop_lag)
 
     def _post_counts(self) -> PostCounts:
         """Count writes; a decode rank makes none."""
@@ -468,18 +390,6 @@ class Rank(abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def log_callback_failed(self, transfer: Transfer, error: BaseException) -> None:
         """Log that a transfer's `on_change` has raised an exception."""
         self._log.error("callback_failed", room=transfer.room, label=transfer.label, exc_info=error)
-
-    def now(self) -> float:
-        """Return monotonic seconds."""
-        return self._ports.now()
-
-    def footprint(self, tables: Mapping[str, PageTable]) -> Footprint:
-        """Return the number of pages and bytes that page tables occupy in the pools."""
-        num_pages = num_bytes = 0
-        for name, table in tables.items():
-            num_pages += len(table.pages)
-            num_bytes += len(table.pages) * self._transfers.page_bytes[name]
-        return Footprint(num_pages, num_bytes)
 
     def failure(self, reason: FailureReason, detail: str) -> Failure:
         """Return a failure caused by this rank or its engine."""

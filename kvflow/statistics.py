@@ -1,5 +1,6 @@
 """Counters of a rank."""
 
+import dataclasses
 from typing import NamedTuple, Self
 
 from kvflow.observe.times import Duration, StageTimes
@@ -103,7 +104,7 @@ class RankStatistics(NamedTuple):
             anomalies=dict(anomalies.counts),
             postponed=dict(anomalies.postponed),
             times=times,
-            loop_lag=loop_lag,
+            loop_lag=dataclasses.replace(loop_lag),
             staging=StagingStatistics(
                 packed_posts=posts.packed_posts,
                 packed_bytes=posts.packed_bytes,

@@ -10,6 +10,7 @@ from typing import Final, Literal
 from kvflow.errors import shorten
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.room import RoomId
+from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.tables import Outcome
 from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
@@ -148,6 +149,10 @@ MAX_LINES = 16
 """Maximum number of lines of one kind per interval over all peers, because inventing peer names costs nothing."""
 
 
+STARVED_S: Final = 0.5
+"""How long the event loop may be held up before that is logged: less than a second is left until peers notice."""
+
+
 class AnomalyLog:
     """Counts ignored messages and similar events, and logs each kind at a bounded rate, per peer and overall.
 
@@ -192,6 +197,19 @@ class AnomalyLog:
         self._logged_at[kind, peer] = now
         known = {"peer": None if peer is None else str(peer), **values, "count": counts[kind]}
         self._log.log(level, kind, **_shorten_all({name: value for name, value in known.items() if value is not None}))
+
+    def perform(self, effect: ef.CountAnomaly | ef.LogEvent) -> None:
+        """Count an anomaly, or log an event, as a core asks for."""
+        if isinstance(effect, ef.CountAnomaly):
+            self.count(effect.kind, effect.peer, room=effect.room, detail=effect.detail or None)
+        else:
+            self.log(logging.WARNING if effect.is_warning else logging.INFO, effect.name, effect.values)
+
+    def note_hold(self, held_s: float, prefix: str = "") -> None:
+        """Count how long the event loop was held up, in seconds, if it was for long."""
+        if held_s > STARVED_S:
+            detail = f"{prefix}the engine held the GIL or the event loop, or this process was suspended"
+            self.count("event_loop_starved", held_s=round(held_s, 3), detail=detail)
 
     def log(self, level: int, name: str, values: Mapping[str, object]) -> None:
         """Log an event that peers can cause at will, unless the limit of lines with that name is reached.

@@ -278,7 +278,7 @@ async def crash(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
         raise ZeroDivisionError("boom")
 
     rank._context.start_task(fail)
-    await until(lambda: rank._dispatcher.error)
+    await until(lambda: rank._error)
 
 
 async def leave_broken(deployment: Deployment, rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:

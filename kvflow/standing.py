@@ -1,0 +1,76 @@
+"""Whether a rank may be used, and from where."""
+
+import asyncio
+
+from kvflow.errors import LocalProtocolError, RankBroken
+from kvflow.wire.messages import PeerId
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Base class of ranks: used on the event loop that has opened them, while they are open and not broken.
+
+    Args:
+        me: This incarnation of the rank.
+    """
+
+    def __init__(self, me: PeerId) -> None:
+        self.me = me
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_open = False
+        self._error: Exception | None = None
+
+    def check_loop(self) -> None:
+        """Check that the call comes from the event loop and thread that the rank was opened on.
+
+        Raises:
+            LocalProtocolError: It does not.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop and self._loop is not None:
+            raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
+
+    def check_opened(self) -> None:
+        """Check that the rank has been opened.
+
+        Raises:
+            LocalProtocolError: It has not.
+        """
+        if self._loop is None:
+            raise self.not_open()
+
+    def not_open(self) -> LocalProtocolError:
+        """Return the error for a call that requires an open rank."""
+        message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"
+        return LocalProtocolError(message, rank=str(self.me.rank))
+
+    def check_open(self) -> None:
+        """Check that the rank is open and that the call comes from its event loop.
+
+        Raises:
+            LocalProtocolError: The rank is not open, or the call comes from another event loop or thread.
+            RankBroken: The rank is broken.
+        """
+        self.check_loop()
+        self.check_usable()
+
+    @property
+    def is_usable(self) -> bool:
+        """True if the rank is open and not broken."""
+        return self._is_open and self._error is None
+
+    def check_usable(self) -> None:
+        """Check that the rank is open. Can be called from any thread.
+
+        Raises:
+            LocalProtocolError: The rank is not open.
+            RankBroken: The rank is broken.
+        """
+        if self._error is not None:
+            raise RankBroken("rank has failed; close it and open another one") from self._error
+        if not self._is_open:
+            raise self.not_open()
