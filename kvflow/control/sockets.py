@@ -159,6 +159,8 @@ class Sockets:
         """
         with _seeded():
             made = (context or self.start()).socket(kind)
+        # HEARTBEAT_TTL stays 0: libzmq would keep a timer for each connection of a listener, and stopping one takes as
+        # long as there are timers. With 8,192 connections its thread falls behind, and all break.
         for option, value in (
             (zmq.LINGER, LINGER_MS),
             (zmq.SNDHWM, QUEUE_MESSAGES),
@@ -167,7 +169,6 @@ class Sockets:
             (zmq.IPV6, 1),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, SILENCE_MS),
-            (zmq.HEARTBEAT_TTL, SILENCE_MS),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
             (zmq.CONNECT_TIMEOUT, CONNECT_MS),
             (zmq.RECONNECT_IVL, RECONNECT_MS),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NoReturn
 
+import anyio
+import anyio.to_thread
 import pytest
 import zmq
 import zmq.asyncio
@@ -319,3 +321,12 @@ async def test_who_connects_before_the_last_message_of_another_was_read_is_answe
             with pytest.raises(Unreachable):
                 server.send(names[b"former"], b"answer")
     server.close()
+
+
+async def test_heartbeats_set_no_timer_at_the_listener() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        client = Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        with await anyio.to_thread.run_sync(RawZmtp.accepted, listener) as raw:
+            heartbeat = await anyio.to_thread.run_sync(raw.read_frame)
+            assert heartbeat.startswith(b"\x04PING\0\0")
+        client.close()
