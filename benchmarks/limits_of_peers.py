@@ -98,6 +98,6 @@ async def use_peers(n: int) -> AsyncGenerator[Act]:
         fabric.join(agent_name(name_of(number)), target)
     async with kvflow.PrefillRank(config, layout, ControlNotices(fabric=fabric)) as rank, AsyncExitStack() as stack:
         deployment = _Deployment(rank, n)
-        await deployment.start(stack, layout, PeerMetadata("memory", b"", RegisteredMemory.of(layout)))
+        await deployment.start(stack, layout, PeerMetadata("memory", b"", RegisteredMemory.from_layout(layout)))
         yield deployment.act
     await target.aclose()

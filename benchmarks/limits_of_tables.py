@@ -67,7 +67,7 @@ async def use_quarantine(n: int) -> AsyncGenerator[Act]:
     async def act() -> None:
         quarantine = Quarantine(kvflow.Limits(quarantined_pages=n + 1))
         for room in range(n):
-            quarantine.put(room, Footprint(1, CELL_BYTES))
+            quarantine.add_pages(room, Footprint(1, CELL_BYTES))
             quarantine.check_admission()
             await anyio.lowlevel.checkpoint()
         for room in range(n):
@@ -83,7 +83,7 @@ async def use_slots(n: int) -> AsyncGenerator[Act]:
 
     async def act() -> None:
         pool = SlotPool(n)
-        taken = [pool.take() for _ in range(n)]
+        taken = [pool.take_slot() for _ in range(n)]
         for slot in taken:
             pool.lose(slot)
             await anyio.lowlevel.checkpoint()

@@ -121,7 +121,7 @@ class StandIn:
     def _send(self, message: Message) -> None:
         with suppress(zmq.Again):  # it has broken, and is made again
             self._socket.send(encode(message), NOBLOCK)
-        self._inbox.look()
+        self._inbox.schedule_read()
 
     def _ask(self, question: Message) -> None:
         """Send a message until `_answered`."""

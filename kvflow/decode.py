@@ -545,7 +545,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             self._aggregate.stop_verifying(effect.generation)
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
-            receiver.take(effect.received)
+            receiver.note_received(effect.received)
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         if effect.memory is Memory.SAFE:
             self._aggregate.drop(effect.generation)
@@ -553,7 +553,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
 
     @override
     def _take_backend_event(self, event: BackendEvent) -> None:
-        self._aggregate.take(event)
+        self._aggregate.handle_event(event)
 
     def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
         self.dispatch(ev.InstanceFound(instance, records, number))
@@ -668,7 +668,7 @@ class RoomReceiver(Transfer):
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
         return self.handover
 
-    def take(self, received: ef.ReceivedRoom) -> None:
+    def note_received(self, received: ef.ReceivedRoom) -> None:
         """Set `handover` from the core's report of a complete transfer."""
         first = min(received.metadata, default=None)
         self.handover = Handover(

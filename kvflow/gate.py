@@ -227,7 +227,7 @@ class GrantGate:
         self._queue(grant_id, incoming)
         return True
 
-    def take(self, grant_id: GrantId, part: GrantedPages, now: float) -> AdmittedGrant | None:
+    def store_part(self, grant_id: GrantId, part: GrantedPages, now: float) -> AdmittedGrant | None:
         """Store a part of the pages of a grant; return the grant if nothing is missing any more.
 
         Raises:

@@ -207,7 +207,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         principal_of = self._authorizer.principal_of
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
         self._reading = OrderedReading(
-            REQUESTS, self._reading_context, principal_of, self._take, self._reject, self._postpone
+            REQUESTS, self._reading_context, principal_of, self._handle_request, self._reject, self._postpone
         )
         self._publish(backend.name)
         self._resources.callback(self._unregister)
@@ -302,13 +302,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
-            unread = REQUESTS.look(frames)
+            unread = REQUESTS.identify_message(frames)
         except RemoteProtocolError as error:
             self._reject(connection, error, sum(map(len, frames)))
             return
         is_too_much = self._authorizer.is_too_much(connection, unread)
         if not is_too_much and not (unread.kind in DIRECTORY_KINDS and self._is_dropped(connection, unread)):
-            self._reading.take(connection, unread)
+            self._reading.parse_message(connection, unread)
         elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
             if unread.kind in (Hello, SealedRegister):
                 self._postpone(connection, unread)
@@ -324,13 +324,13 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
         return True
 
-    def _take(self, connection: bytes, message: Request, num_bytes: int) -> None:
+    def _handle_request(self, connection: bytes, message: Request, num_bytes: int) -> None:
         if isinstance(message, DirectoryMessage):
             self._take_for_directory(connection, message, num_bytes)
             return
         denied = self._authorizer.denial(connection, message)
         try:
-            if not denied and self._grants.take(connection, message):
+            if not denied and self._grants.collect_message(connection, message):
                 return
         except RemoteProtocolError as error:
             self._reject(connection, error, num_bytes)
@@ -348,7 +348,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if self._directory is None:
             return
         try:
-            self._directory.take(connection, message)
+            self._directory.handle_message(connection, message)
         except RemoteProtocolError as error:
             self._anomalies.count("registration_rejected", detail=str(error))
             self._rejections.add(connection, num_bytes)
@@ -382,7 +382,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _take_backend_event(self, event: BackendEvent) -> None:
-        self._submit.take(event)
+        self._submit.handle_event(event)
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:

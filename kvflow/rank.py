@@ -165,7 +165,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             if (host := await self._own_host()) is not None:
                 self._backend.advertise(host)
             self._host = host
-            await self._backend.open(agent_name(self.me), self._arrived.put, self._tasks.fail)
+            await self._backend.open(agent_name(self.me), self._arrived.put_items, self._tasks.fail)
             await self._backend.register(self._staging.added_to(self.layout) if self._staging else self.layout)
             if isinstance(self._backend, RankEndpoint):
                 self._backend.keep(self._staging)
@@ -354,7 +354,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         self.check_opened()
         counts, posts = self._core.counts(), self._post_counts()
-        return RankStatistics.of(counts, posts, self._anomalies, self._times, self._loop_lag)
+        return RankStatistics.from_counts(counts, posts, self._anomalies, self._times, self._loop_lag)
 
     def _post_counts(self) -> PostCounts:
         """Count writes; a decode rank makes none."""

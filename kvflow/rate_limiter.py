@@ -22,7 +22,7 @@ class RateLimiter(Generic[Taker]):
         self._per_s = per_s
         self._left: dict[Taker, tuple[float, float]] = {}
 
-    def take(self, taker: Taker, now: float, amount: float = 1) -> bool:
+    def spend(self, taker: Taker, now: float, amount: float = 1) -> bool:
         """Take `amount` from a taker's bucket; return False and take nothing if less is left."""
         left, since = self._left.get(taker, (self._at_once, now))
         left = min(self._at_once, left + (now - since) * self._per_s)

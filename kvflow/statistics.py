@@ -86,7 +86,7 @@ class RankStatistics(NamedTuple):
     staging: StagingStatistics
 
     @classmethod
-    def of(
+    def from_counts(
         cls, counts: CoreCounts, posts: PostCounts, anomalies: AnomalyLog, times: StageTimes, loop_lag: Duration
     ) -> Self:
         """Put together the counters of the parts of a rank."""

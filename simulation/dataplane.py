@@ -457,14 +457,14 @@ class SimulatedBackend(Backend):
     @override
     async def register(self, layout: KVLayout) -> None:
         check_unregistered(self._memory, self.name)
-        self._memory = RegisteredMemory.of(layout)
+        self._memory = RegisteredMemory.from_layout(layout)
         self._add_memory(layout.allocations)
         await anyio.lowlevel.checkpoint()
 
     @override
     async def extend(self, layout: KVLayout) -> None:
         if self._memory is not None:
-            added = RegisteredMemory.of(layout).without(self._memory)
+            added = RegisteredMemory.from_layout(layout).without(self._memory)
             self._memory = self._memory.also(added)
             self._add_memory(added)
         await anyio.lowlevel.checkpoint()

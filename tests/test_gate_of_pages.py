@@ -81,10 +81,10 @@ def test_a_grant_is_admitted_when_its_last_part_has_arrived() -> None:
     ((connection, query),) = ask(one, decode)
     assert (connection, query.start, query.stop) == (b"0", 0, 3)
     first, second, third = decode.answers(query)
-    assert one.take(decode.id(7), third, 1.0) is None
-    assert one.take(decode.id(7), third, 1.0) is None
-    assert one.take(decode.id(7), first, 1.0) is None
-    admitted = one.take(decode.id(7), second, 1.5)
+    assert one.store_part(decode.id(7), third, 1.0) is None
+    assert one.store_part(decode.id(7), third, 1.0) is None
+    assert one.store_part(decode.id(7), first, 1.0) is None
+    admitted = one.store_part(decode.id(7), second, 1.5)
     assert admitted is not None
     assert admitted.grant.pages == {"kv": decode.tables[7]}
     assert admitted.grant.num_pages == {}
@@ -126,7 +126,7 @@ def test_a_repeated_grant_asks_again_for_what_is_overdue() -> None:
     decode.say(one, 1, PART, now=OVERDUE_S)
     ((_, query),) = ask(one, decode, now=OVERDUE_S)
     (part,) = decode.answers(query)
-    assert one.take(decode.id(1), part, 3.0)
+    assert one.store_part(decode.id(1), part, 3.0)
 
 
 def test_grants_wait_for_memory_and_are_not_refused() -> None:
@@ -136,7 +136,7 @@ def test_grants_wait_for_memory_and_are_not_refused() -> None:
     ((_, query),) = ask(one, decode)
     assert query.room == 1
     for part in decode.answers(query):
-        one.take(decode.id(1), part, 0.0)
+        one.store_part(decode.id(1), part, 0.0)
     ((_, query),) = ask(one, decode)
     assert query.room == 2
 
@@ -155,13 +155,13 @@ def test_what_was_not_asked_for_is_a_violation() -> None:
     decode.say(one, 1, PART + 5)
     part = GrantedPages(room=1, generation=1, part=0, pages=bytes(PART * PAGE_BYTES))
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        one.take(decode.id(1), part, 0.0)
+        one.store_part(decode.id(1), part, 0.0)
     with pytest.raises(RemoteProtocolError, match="not asked for"):
-        one.take(decode.id(2), part, 0.0)
+        one.store_part(decode.id(2), part, 0.0)
     ask(one, decode)
     wrong = GrantedPages(room=1, generation=1, part=1, pages=bytes(6 * PAGE_BYTES))
     with pytest.raises(RemoteProtocolError, match="wrong size"):
-        one.take(decode.id(1), wrong, 0.0)
+        one.store_part(decode.id(1), wrong, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_decode_ranks_that_do_not_answer_leave_the_turns_to_others() -> None:
     assert num_parts(ask(one, *silent, honest, now=now)) > 1
     (again, query), *_ = ask(one, *silent, honest, now=now + OVERDUE_S)
     answering = silent[int(again) - 1]
-    one.take(answering.id(1), answering.answers(query)[0], now + OVERDUE_S)
+    one.store_part(answering.id(1), answering.answers(query)[0], now + OVERDUE_S)
     answering.say(one, 1, 9 * PART, now + OVERDUE_S)
     queries = ask(one, answering, now=now + OVERDUE_S)
     assert num_parts(queries) > 1, "it answers again"
@@ -271,7 +271,7 @@ def test_every_honest_grant_gets_through(data: st.DataObject) -> None:
             for part in decode.answers(query):
                 if attempt < 5 and data.draw(st.integers(0, 3)) == 0:
                     continue  # lost
-                whole = one.take(decode.id(int(query.room)), part, now)
+                whole = one.store_part(decode.id(int(query.room)), part, now)
                 if whole is not None:
                     admitted[int(connection), int(query.room)] = whole
             under_way.extend(ask(one, *ranks, now=now))

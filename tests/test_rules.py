@@ -23,6 +23,9 @@ SOURCES: Final = sorted([*ROOT.rglob("*.py"), *(ROOT.parent / "simulation").rglo
 MAX_FILE_LINES: Final = 800
 MAX_FUNCTION_LINES: Final = 60
 
+BARE_VERBS: Final = frozenset({"end", "look", "of", "put", "take"})
+"""Names of methods that say neither what is taken, put or ended, nor where."""
+
 TWINS: Final = {
     **dict.fromkeys(("PrefillRank", "DecodeRank", "Registry"), "blocking, with the names of the asynchronous API"),
     **dict.fromkeys(("Room", "Rooms"), "of a prefill rank, and of a decode rank"),
@@ -169,6 +172,21 @@ def test_a_class_name_has_one_meaning(trees: dict[str, ast.Module]) -> None:
     library = {path: tree for path, tree in trees.items() if path.startswith("kvflow")}
     names = [node.name for tree in library.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     assert {name for name, count in Counter(names).items() if count > 1} == TWINS.keys()
+
+
+def test_methods_name_their_object(trees: dict[str, ast.Module]) -> None:
+    bare = [
+        f"{path}: {owner.name}.{node.name}"
+        for path, tree in trees.items()
+        if path.startswith("kvflow")
+        for owner in ast.walk(tree)
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.strip("_") in BARE_VERBS
+        and not any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+    ]
+    assert bare == []
 
 
 def test_functions_are_short(trees: dict[str, ast.Module]) -> None:

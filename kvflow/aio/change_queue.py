@@ -36,7 +36,7 @@ class ChangeQueue(Generic[Item]):
         if self._num_waiting or self._pipe is not None:
             self._wake()
 
-    def take(self) -> list[Item]:
+    def take_changes(self) -> list[Item]:
         """Return the items that have changed since the last call."""
         if self._pipe is not None:
             self._clear()  # first, so that later changes make the descriptor readable again

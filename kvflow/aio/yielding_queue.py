@@ -26,7 +26,7 @@ class YieldingQueue(Generic[Item]):
         self._waiting: deque[Item] = deque()
         self._is_scheduled = False
 
-    def put(self, items: Iterable[Item]) -> None:
+    def put_items(self, items: Iterable[Item]) -> None:
         """Add items, and process some at once unless others are waiting. Call it on the event loop."""
         self._waiting.extend(items)
         if not self._is_scheduled:

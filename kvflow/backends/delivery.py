@@ -43,7 +43,7 @@ class EventDelivery:
         """Return the number of events not delivered yet."""
         return len(self._waiting)
 
-    def put(self, events: Iterable[BackendEvent]) -> None:
+    def deliver_soon(self, events: Iterable[BackendEvent]) -> None:
         """Deliver events soon. Can be called from any thread; after `close`, or on a closed event loop, drop them."""
         self._waiting.extend(events)
         self._schedule()

@@ -76,7 +76,7 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
             if domain and not is_same_kernel(domain, own):
 
                 async def find() -> Elsewhere:
-                    return Elsewhere.of(await self._call(_found_by), domain, ends)
+                    return Elsewhere.from_sockets(await self._call(_found_by), domain, ends)
 
                 drain = SocketDrainCheck(find=find)
             await drain.wait()

@@ -163,13 +163,13 @@ class MemoryBackend(Backend):
     async def register(self, layout: KVLayout) -> None:
         check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         check_unregistered(self._memory, self.name)
-        self._memory = RegisteredMemory.of(layout)
+        self._memory = RegisteredMemory.from_layout(layout)
 
     @override
     async def extend(self, layout: KVLayout) -> None:
         check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         if self._memory is not None:
-            self._memory = self._memory.also(RegisteredMemory.of(layout).without(self._memory))
+            self._memory = self._memory.also(RegisteredMemory.from_layout(layout).without(self._memory))
 
     @override
     def metadata(self) -> bytes:
@@ -228,7 +228,7 @@ class MemoryBackend(Backend):
         self._fabric.leave(self._agent_name)
         stopped = [*self._in_doubt, *(write.post_id for write in self._writes)]
         self._writes.clear()
-        delivery.put([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+        delivery.deliver_soon([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
         delivery.close()
 
     def has_registered(self, memory: RegisteredMemory) -> bool:
@@ -239,7 +239,7 @@ class MemoryBackend(Backend):
         """Accept a notice from another endpoint. Can be called from any thread."""
         delivery = self._delivery
         if delivery is not None and len(delivery) < MAX_WAITING:
-            delivery.put([NoticeArrived(notice)])
+            delivery.deliver_soon([NoticeArrived(notice)])
 
     def _schedule_turn(self) -> None:
         if not self._has_turn:
@@ -262,7 +262,7 @@ class MemoryBackend(Backend):
         write = self._writes.popleft()
         target = self._fabric.find(write.peer)
         if write.fault == "fail" or target is None:
-            delivery.put([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
+            delivery.deliver_soon([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
             return
         left = BYTES_PER_TURN
         while write.descriptors and left > 0:
@@ -272,18 +272,18 @@ class MemoryBackend(Backend):
         if write.descriptors:
             self._writes.append(write)
         else:
-            self._end(write, target, delivery)
+            self._end_write(write, target, delivery)
 
-    def _end(self, write: "_Write", target: "MemoryBackend", delivery: EventDelivery) -> None:
+    def _end_write(self, write: "_Write", target: "MemoryBackend", delivery: EventDelivery) -> None:
         if write.fault == "doubt":
             self._in_doubt.append(write.post_id)
-            delivery.put([PostInDoubt(write.post_id, "scripted doubt")])
+            delivery.deliver_soon([PostInDoubt(write.post_id, "scripted doubt")])
             return
         if write.fault == "corrupt":
             ctypes.c_ubyte.from_address(target.real_address(write.first_byte)).value ^= 0xFF
         if write.notice and write.fault != "lose_notice":
             target.deliver(write.notice)
-        delivery.put([PostEnded(write.post_id, None)])
+        delivery.deliver_soon([PostEnded(write.post_id, None)])
 
     def real_address(self, address: int) -> int:
         """Return the actual address of a registered address."""

@@ -36,7 +36,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
     device_id: int
 
     @classmethod
-    def of(cls, layout: KVLayout) -> Self:
+    def from_layout(cls, layout: KVLayout) -> Self:
         """Return the memory that a layout needs registered."""
         return cls(layout.allocations, layout.memory_kind, layout.device_id)
 

@@ -147,7 +147,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         self._running()
         check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         check_unregistered(self._memory, self.name)
-        memory = RegisteredMemory.of(layout)
+        memory = RegisteredMemory.from_layout(layout)
         self._blob = await self._call(lambda agent: agent.register(memory), RegistrationError)
         self._memory = memory
 
@@ -156,7 +156,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         self._running()
         check_memory_kinds(layout, self.capabilities.memory_kinds, self.name)
         mine = self._registered()
-        added = RegisteredMemory.of(layout).without(mine)
+        added = RegisteredMemory.from_layout(layout).without(mine)
         if added:
             more = RegisteredMemory(added, mine.memory_kind, mine.device_id)
             self._blob = await self._call(lambda agent: agent.register(more), RegistrationError)

@@ -107,7 +107,7 @@ class OwnerThread:
         self._in_use = threading.RLock()
         self._agent: Polled | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._barrier = ExitBarrier(self._thread, lambda: self._put(_nothing))
+        self._barrier = ExitBarrier(self._thread, lambda: self._put_command(_nothing))
         try:
             start_thread(self._thread)
         except BackendUnavailable:
@@ -125,7 +125,7 @@ class OwnerThread:
         Does nothing in a forked process.
         """
         if not self.is_abandoned:
-            self._put(command)
+            self._put_command(command)
 
     def run_now(self, command: Callable[[], None]) -> bool:
         """Run a short command at once on the calling thread (the event loop's), unless the agent is in use.
@@ -145,7 +145,7 @@ class OwnerThread:
             self._guard(command)
             self._happened_at = time.monotonic()
             if not was_busy and agent.is_busy():
-                self._put(_nothing)  # else the thread would sleep on
+                self._put_command(_nothing)  # else the thread would sleep on
             return True
         finally:
             self._in_use.release()
@@ -171,7 +171,7 @@ class OwnerThread:
             if future.set_running_or_notify_cancel():
                 _resolve(future, function)
 
-        self._put(run)
+        self._put_command(run)
         self._barrier.lift()
         return await asyncio.wrap_future(future)
 
@@ -182,8 +182,8 @@ class OwnerThread:
         self._free()
         self._barrier.cancel()
         ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._put(lambda: ended.set_result(None))
-        self._put(None)
+        self._put_command(lambda: ended.set_result(None))
+        self._put_command(None)
         await asyncio.wrap_future(ended)
         self._thread.join()
 
@@ -206,7 +206,7 @@ class OwnerThread:
         with suppress(RuntimeError):  # not held, the usual case
             self._in_use.release()
 
-    def _put(self, command: Callable[[], None] | None) -> None:
+    def _put_command(self, command: Callable[[], None] | None) -> None:
         self._unfinished.append(None)
         self._commands.put(command)
 

@@ -111,7 +111,7 @@ class SharedBackend:
         if self._host is not None:
             self._inner.advertise(self._host)
         try:
-            await self._inner.open(agent_name, self._take, self._break_down)
+            await self._inner.open(agent_name, self._distribute_events, self._break_down)
         except BaseException:
             self._reset()
             raise
@@ -201,7 +201,7 @@ class SharedBackend:
             del self._members[last]
             self._reset()
 
-    def _take(self, events: Sequence[BackendEvent]) -> None:
+    def _distribute_events(self, events: Sequence[BackendEvent]) -> None:
         """Distribute events: each rank gets those of its own posts, and notices go to the ranks that expect them."""
         found: dict[RankEndpoint, list[BackendEvent]] = {}
         for event in events:
@@ -215,7 +215,7 @@ class SharedBackend:
                 member, post_id = known
                 found.setdefault(member, []).append(_renumbered(event, post_id))
         for member, its_events in found.items():
-            member.take(its_events)
+            member.forward_events(its_events)
 
     def _readers(self) -> list["RankEndpoint"]:
         """Return the ranks whose `watch` was ever called; if there are none, all ranks."""
@@ -368,7 +368,7 @@ class RankEndpoint(Backend):
             self._idle = anyio.Event()
             await self._idle.wait()
 
-    def take(self, events: Sequence[BackendEvent]) -> None:
+    def forward_events(self, events: Sequence[BackendEvent]) -> None:
         """Forward events to the rank."""
         for event in events:
             if isinstance(event, PostEnded):

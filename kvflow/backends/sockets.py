@@ -114,7 +114,7 @@ class Elsewhere:
     spared: Collection[bytes] = ()
 
     @classmethod
-    def of(
+    def from_sockets(
         cls, sockets: tuple[frozenset[int], frozenset[int], frozenset[bytes]], domain: bytes, ends: Collection[bytes]
     ) -> "Elsewhere":
         """Return the connections with a process.

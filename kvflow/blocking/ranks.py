@@ -132,7 +132,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
         `is_quiesced`. Several changes of one transfer are combined into one update. Updates are kept until you ask for
         them. Also works after the rank is closed.
         """
-        changed = self._changes.take()
+        changed = self._changes.take_changes()
         if not changed:  # the common case, in nearly every step
             return []
         updates = map(take_update, changed)

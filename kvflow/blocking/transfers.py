@@ -224,7 +224,7 @@ class BlockingSender(BlockingTransfer):
             TransferFailed: The transfer has failed; you need not compute the rest.
         """
         self._check_unfinished()
-        self._put(make_chunk(self._sender.layout, *args, **options))
+        self._put_chunk(make_chunk(self._sender.layout, *args, **options))
 
     @with_arguments_of(prefill.RoomSender.finish)
     def finish(self, *args: Any, metadata: bytes = b"", **options: Any) -> None:
@@ -235,7 +235,7 @@ class BlockingSender(BlockingTransfer):
         """
         self._check_unfinished()
         chunk = make_chunk(self._sender.layout, *args, **options)
-        self._put(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
+        self._put_chunk(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
         self._is_finished = True
 
     def quiesce(self) -> None:
@@ -295,7 +295,7 @@ class BlockingSender(BlockingTransfer):
         if self._is_finished or self.outcome is not Outcome.PENDING:
             raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
 
-    def _put(self, chunk: Chunk) -> None:
+    def _put_chunk(self, chunk: Chunk) -> None:
         self._is_quiesced = False
         self._chunks.append(chunk)
         self._rank._call_soon(self._feed)

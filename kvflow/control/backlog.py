@@ -38,7 +38,7 @@ class Backlog:
 
     def admits(self, fd: int) -> bool:
         """Return whether another message may be sent over a connection. Closes it if its peer does not read."""
-        if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._look(fd) > MAX_UNSENT_BYTES:
+        if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._measure_unsent(fd) > MAX_UNSENT_BYTES:
             self._break(fd)
         if self._in_all > MAX_UNSENT_IN_ALL_BYTES:
             self._make_room()
@@ -61,7 +61,7 @@ class Backlog:
         self._sent.pop(fd, None)
         self._in_all -= self._waiting.pop(fd, 0)
 
-    def _look(self, fd: int) -> int:
+    def _measure_unsent(self, fd: int) -> int:
         """Query the kernel, and return the unsent bytes. Acknowledged heartbeats and handshakes give no credit."""
         counts = self._tcp.counts(fd)
         waiting = 0
@@ -73,7 +73,7 @@ class Backlog:
         return waiting
 
     def _make_room(self) -> None:
-        for fd in sorted(self._waiting, key=self._look, reverse=True):
+        for fd in sorted(self._waiting, key=self._measure_unsent, reverse=True):
             if self._in_all <= MAX_UNSENT_IN_ALL_BYTES // 2:
                 break
             self._break(fd)

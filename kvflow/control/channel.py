@@ -284,7 +284,7 @@ class ZmqListener:
                 self._stop_accepting()
             elif self._pause is None:
                 self._pause = self._loop.call_later(GRACE_S, self._stop_accepting)
-        self._inbox.look()
+        self._inbox.schedule_read()
 
     def _stop_accepting(self) -> None:
         """Let nobody connect until everything received so far has been read.
@@ -335,7 +335,7 @@ class ZmqListener:
         try:
             send(self._socket, [route.routing_id, payload])
         finally:
-            self._inbox.look()
+            self._inbox.schedule_read()
         self._backlog.sent(route.fd, len(payload))
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class _Contexts:
         self._free: list[Context] = []
         os.register_at_fork(after_in_child=self._forget)
 
-    def take(self) -> Context:
+    def take_context(self) -> Context:
         return self._free.pop() if self._free else new_context()
 
     def give_back(self, context: Context) -> None:
@@ -115,7 +115,7 @@ class ZapAuthenticator:
 
     def __init__(self, trust: Trust, on_refused: Callable[[str], None]) -> None:
         self.trust = trust
-        self.context = _contexts.take()
+        self.context = _contexts.take_context()
         self._on_refused = on_refused
         self._is_closed = False
         self._loop = asyncio.get_running_loop()

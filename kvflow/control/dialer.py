@@ -150,7 +150,7 @@ class _DialedSocket:
         try:
             send(self._socket, [payload], endpoint=self._endpoint)
         finally:
-            self._inbox.look()
+            self._inbox.schedule_read()
         self._backlog.sent(self._fd, len(payload))
 
     def close(self) -> None:

@@ -124,12 +124,12 @@ class Intake:
             zmq.Again: There is no message, or `DROPPED_AT_ONCE` message parts were dropped.
         """
         for _ in range(DROPPED_AT_ONCE):
-            frames = self._take()
+            frames = self._read_message()
             if frames:
                 return frames
         raise zmq.Again
 
-    def _take(self) -> list[zmq.Frame]:
+    def _read_message(self) -> list[zmq.Frame]:
         """Read a message; empty if a part of a message was dropped.
 
         Raises:
@@ -268,7 +268,7 @@ class Intake:
         for fd in fds[:LOOKED_AT_ONCE]:
             if fd in self._taken:
                 self._taken[fd] += COMMAND_BYTES
-                silence_ms = self._look(fd)
+                silence_ms = self._note_unread(fd)
                 if self._num_ids and silence_ms > MAX_SILENCE_MS and fd not in self._unheard:
                     self._tcp.shut(fd)  # libzmq then reports its end
         if len(fds) > LOOKED_AT_ONCE:
@@ -303,11 +303,11 @@ class Intake:
         now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
         for fd in now:
             if fd in self._taken:
-                self._look(fd)
+                self._note_unread(fd)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))
 
-    def _look(self, fd: int) -> int:
+    def _note_unread(self, fd: int) -> int:
         """Note how many received bytes of a connection are unread, less an allowance for heartbeats.
 
         Returns:

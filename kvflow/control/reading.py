@@ -61,7 +61,7 @@ class _UnreadMessages:
         self.connections: Counter[bytes] = Counter()
         self.num_bytes = 0
 
-    def put(self, connection: bytes, unread: Unread) -> None:
+    def add_message(self, connection: bytes, unread: Unread) -> None:
         self.waiting.append((connection, unread))
         self.connections[connection] += 1
         self.num_bytes += len(unread.data) + OVERHEAD_BYTES
@@ -104,7 +104,7 @@ class OrderedReading(Generic[Read]):
         self._on_postponed = on_postponed
         self._lines: dict[str, _UnreadMessages] = {}
 
-    def take(self, connection: bytes, unread: Unread) -> None:
+    def parse_message(self, connection: bytes, unread: Unread) -> None:
         """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now."""
         if not self._lines and not unread.is_long:  # the common case
             self._read(connection, unread)
@@ -121,7 +121,7 @@ class OrderedReading(Generic[Read]):
             self._context.anomalies.postpone("message_over_budget", num_bytes=line.num_bytes)
             self._on_postponed(connection, unread)
             return
-        line.put(connection, unread)
+        line.add_message(connection, unread)
 
     def _read(self, connection: bytes, unread: Unread) -> None:
         try:

@@ -45,5 +45,5 @@ class RejectionLimiter:
             RemoteProtocolError: The budget is exceeded, and the connection must be closed.
         """
         taker = connection if is_repeated else principal_of(self._names_of(connection)) or connection
-        if not self._limiter.take(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
+        if not self._limiter.spend(taker, self._now(), 1 + num_bytes // BYTES_OF_ONE):
             raise RemoteProtocolError("too many rejected messages", at_once=REJECTIONS_AT_ONCE)

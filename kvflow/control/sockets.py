@@ -270,15 +270,15 @@ class Inbox:
         self._soon: asyncio.Handle | None = None
         self._is_taking = False
         self.is_closed = False
-        self._loop.add_reader(self._socket, self.take)
-        self.look()
+        self._loop.add_reader(self._socket, self.read_messages)
+        self.schedule_read()
 
-    def look(self) -> None:
+    def schedule_read(self) -> None:
         """Schedule a read if there are messages. Call it after each use of the socket."""
         if self.has_messages():
             self.take_soon()
 
-    def take(self) -> None:
+    def read_messages(self) -> None:
         """Read up to `MESSAGES_AT_ONCE` messages now, and schedule another read if more are left."""
         if self._soon is not None:
             self._soon.cancel()
@@ -289,19 +289,19 @@ class Inbox:
         finally:  # even if a callback has raised; the event loop reports that
             self._is_taking = False
             if self.has_messages():
-                self._soon = self._loop.call_soon(self.take)
+                self._soon = self._loop.call_soon(self.read_messages)
             elif self._on_empty is not None and not self.is_closed:
                 self._on_empty()
 
     def take_soon(self) -> None:
         """Schedule a read, or a call of `on_empty` if there are no messages."""
         if self._soon is None and not self._is_taking:
-            self._soon = self._loop.call_soon(self.take)
+            self._soon = self._loop.call_soon(self.read_messages)
 
     def take_all(self) -> None:
         """Read all messages now."""
         while self.has_messages():
-            self.take()
+            self.read_messages()
 
     def has_messages(self) -> bool:
         """Return whether there are messages to read."""

@@ -87,7 +87,9 @@ class RegistryClient:
         self._is_closed = False
         self._obstacle: str | None = None
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
-        self._reading = OrderedReading(self._reader, context, lambda _: "", self._take, self._reject, self._postpone)
+        self._reading = OrderedReading(
+            self._reader, context, lambda _: "", self._handle_answer, self._reject, self._postpone
+        )
         self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
         self._connection = context.ports.control.connect(
             endpoint,
@@ -161,14 +163,14 @@ class RegistryClient:
 
     def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
-            unread = self._reader.look(frames)
+            unread = self._reader.identify_message(frames)
         except RemoteProtocolError as error:
             self._count("message_rejected", str(error))
             return
-        if unread.is_long and not self._long_answers.take(None, self._context.ports.now(), len(unread.data)):
+        if unread.is_long and not self._long_answers.spend(None, self._context.ports.now(), len(unread.data)):
             self._postpone(b"", unread)
             return
-        self._reading.take(b"", unread)
+        self._reading.parse_message(b"", unread)
 
     def _reject(self, _connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
         self._count("message_rejected", str(error))
@@ -177,7 +179,7 @@ class RegistryClient:
         """Drop records that are over the budget. They are requested again."""
         self._context.anomalies.postpone("records_over_budget", registry=self._endpoint, num_bytes=len(unread.data))
 
-    def _take(self, _connection: bytes, message: Answer | Records, _num_bytes: int) -> None:
+    def _handle_answer(self, _connection: bytes, message: Answer | Records, _num_bytes: int) -> None:
         if self._is_closed:
             return
         match message:

@@ -140,10 +140,10 @@ class Registry:
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
         try:
-            unread = REQUESTS.look(frames)
+            unread = REQUESTS.identify_message(frames)
             is_too_much = self._directory.is_too_much(connection, unread)
             if not is_too_much:
-                self._directory.take(connection, REQUESTS.read(unread))
+                self._directory.handle_message(connection, REQUESTS.read(unread))
         except RemoteProtocolError as error:
             self._anomalies.count("message_rejected", detail=str(error))
             self._rejections.add(connection, sum(map(len, frames)))

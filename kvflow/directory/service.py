@@ -99,12 +99,12 @@ class DirectoryService:
         """Return whether a message exceeds its sender's budget, in which case it is counted and must be ignored."""
         if unread.kind is not SealedRegister:
             return False
-        if self._registers.take(self._taker(connection), self._now(), len(unread.data)):
+        if self._registers.spend(self._taker(connection), self._now(), len(unread.data)):
             return False
         self._anomalies.postpone("register_over_budget")
         return True
 
-    def take(self, connection: bytes, message: DirectoryMessage) -> None:
+    def handle_message(self, connection: bytes, message: DirectoryMessage) -> None:
         """Handle a message.
 
         Raises:
@@ -243,7 +243,7 @@ class DirectoryService:
     def _may_be_told(self, connection: bytes, answer: SealedRecords) -> bool:
         """Return whether the receiver's budget permits these records; count the lookup if not."""
         num_bytes = sum(record.num_bytes for record in answer.records)
-        if self._answers.take(self._taker(connection), self._now(), num_bytes):
+        if self._answers.spend(self._taker(connection), self._now(), num_bytes):
             return True
         self._anomalies.postpone("lookup_over_budget", prefill=str(answer.instance))
         return False

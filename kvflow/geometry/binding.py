@@ -36,7 +36,7 @@ class SlotGeometry(NamedTuple):
         return self.tokens_per_slot // tokens_per_cell * self.token_stride
 
     @classmethod
-    def of(cls, region: Region) -> "SlotGeometry":
+    def from_region(cls, region: Region) -> "SlotGeometry":
         """Describe the geometry of a region."""
         return cls(region.slots, region.slot_stride, region.tokens_per_slot, region.token_stride, region.head_stride)
 
@@ -193,8 +193,8 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         region = source.region
         shape = _GroupShape(
             region_slice.component,
-            SlotGeometry.of(region),
-            SlotGeometry.of(target.region),
+            SlotGeometry.from_region(region),
+            SlotGeometry.from_region(target.region),
             num_heads,
             region.head_bytes,
             region.tokens_per_cell,

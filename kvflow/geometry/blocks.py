@@ -150,7 +150,7 @@ class RouteBlocks:
         self._groups = groups
 
     @classmethod
-    def of(cls, route: BoundRoute) -> Self | None:
+    def from_route(cls, route: BoundRoute) -> Self | None:
         """Build the block lists of a route; None if its pages are not blocks, or too many."""
         pages_are_blocks = route.copy_groups and all(map(_page_is_block, route.copy_groups))
         if not pages_are_blocks or _most_blocks(route) > MAX_POSITIONS:

@@ -24,7 +24,7 @@ class LayerBytes(NamedTuple):
     sums: tuple[int, ...]
 
     @classmethod
-    def of(cls, costs: Mapping[int, int]) -> "LayerBytes":
+    def from_costs(cls, costs: Mapping[int, int]) -> "LayerBytes":
         """Build the prefix sums from the bytes of each layer."""
         layers = tuple(sorted(costs))
         return cls(layers, tuple(accumulate((costs[layer] for layer in layers), initial=0)))
@@ -136,5 +136,5 @@ class ExpectedBytesBuilder(NamedTuple):
     def build(self) -> ExpectedBytes:
         """Return the total of what was added."""
         totals = {tokens_per_cell: sum(costs.values()) for tokens_per_cell, costs in self.by_layer.items()}
-        layers = {tokens_per_cell: LayerBytes.of(costs) for tokens_per_cell, costs in self.by_layer.items()}
+        layers = {tokens_per_cell: LayerBytes.from_costs(costs) for tokens_per_cell, costs in self.by_layer.items()}
         return ExpectedBytes(self.src, self.dst, totals, layers)

@@ -285,7 +285,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         for page in range(0, self.slots, max(self.slots - 1, 1)) if len(strides) > 1 else (0,):
             self._check_disjoint(
                 [
-                    SpacedRuns.of(
+                    SpacedRuns.from_axes(
                         region.address + page * region.slot_stride, region.axes_of_page, region.head_bytes, place
                     )
                     for place, region in enumerate(self.regions)
@@ -300,7 +300,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         """
         self._check_disjoint(
             [
-                SpacedRuns.of(
+                SpacedRuns.from_axes(
                     region.address, ((region.slot_stride, region.slots), *region.axes_of_page), region.head_bytes, place
                 )
                 for place, region in enumerate(self.regions)

@@ -34,7 +34,7 @@ class SpacedRuns(NamedTuple):
     owner: int
 
     @classmethod
-    def of(cls, address: int, axes: Sequence[tuple[int, int]], length: int, owner: int) -> "SpacedRuns":
+    def from_axes(cls, address: int, axes: Sequence[tuple[int, int]], length: int, owner: int) -> "SpacedRuns":
         """Describe runs, and join those that touch."""
         left = sorted([axis for axis in axes if axis[1] > 1], reverse=True)
         end = address + length

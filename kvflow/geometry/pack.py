@@ -152,7 +152,7 @@ def _group_by_shape(
         start = region.address if bases is None else bases[region_slice.key]
         start += (region_slice.heads[0] - region.heads[0]) * region.head_stride
         num_heads = region_slice.heads[1] - region_slice.heads[0]
-        shapes.append(_Shape(SlotGeometry.of(region), num_heads, region.head_bytes, region.tokens_per_cell))
+        shapes.append(_Shape(SlotGeometry.from_region(region), num_heads, region.head_bytes, region.tokens_per_cell))
         groups.setdefault(shapes[-1], []).append((number, start))
     return PackedSlices(
         tuple(

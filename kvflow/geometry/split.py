@@ -123,7 +123,7 @@ class SplitPolicy(NamedTuple):
         for name, (start, stop) in ranges.items():
             at = start
             while at < stop:
-                end = self._end(name, (at, stop), wanted[name], capacity)
+                end = self._find_split(name, (at, stop), wanted[name], capacity)
                 if end == at and pieces[-1]:
                     pieces.append({})
                     capacity = self.piece_bytes
@@ -149,7 +149,7 @@ class SplitPolicy(NamedTuple):
             size //= 2
         return size
 
-    def _end(self, name: str, tokens: TokenRange, wanted: TokenRange, capacity: int) -> int:
+    def _find_split(self, name: str, tokens: TokenRange, wanted: TokenRange, capacity: int) -> int:
         """Return the last place to split at that fits the capacity; the start if not even one page fits."""
         start, stop = tokens
         if self._num_bytes(name, tokens, wanted) <= capacity:

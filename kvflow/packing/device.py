@@ -90,7 +90,7 @@ class Rows(NamedTuple):
     steps: torch.Tensor
 
     @classmethod
-    def of(cls, addresses: Addresses, length: int, word: int, device: torch.device) -> Self:
+    def from_addresses(cls, addresses: Addresses, length: int, word: int, device: torch.device) -> Self:
         """View runs as rows.
 
         Args:
@@ -155,7 +155,7 @@ def copy_runs(
         if group.length // word > block_words:
             _copy_each(ends, group.length, device)
             continue
-        source, target = (Rows.of(addresses, group.length, word, device) for addresses in ends)
+        source, target = (Rows.from_addresses(addresses, group.length, word, device) for addresses in ends)
         step = block_words // (group.length // word)
         for start in range(0, len(payload), step):
             block = slice(start, start + step)

@@ -14,7 +14,7 @@ class PeerAgents:
         self._of: dict[PeerId, str] = {}
         self._users: dict[str, dict[PeerId, bytes]] = {}
 
-    def of(self, peer: PeerId) -> str:
+    def find_name(self, peer: PeerId) -> str:
         """Return the name of a peer's agent."""
         return self._of.get(peer) or agent_name(peer)
 

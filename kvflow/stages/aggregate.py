@@ -50,7 +50,7 @@ class Aggregate:
         self._comparisons = anyio.CapacityLimiter(1)
         self._compared: dict[int, None] = {}
 
-    def take(self, event: BackendEvent) -> None:
+    def handle_event(self, event: BackendEvent) -> None:
         """Handle a notice from the transport. It is untrusted: any process could have sent it."""
         if not isinstance(event, NoticeArrived):
             self._context.anomalies.count("post_on_decode_rank")

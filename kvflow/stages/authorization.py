@@ -75,9 +75,9 @@ class Authorizer:
             return False
         now, principal = self._context.now(), self.principal_of(connection)
         if is_hello:
-            is_within = self._hellos.take(principal, now) and self._hello_bytes.take(principal, now, len(unread.data))
+            is_within = self._hellos.spend(principal, now) and self._hello_bytes.spend(principal, now, len(unread.data))
         else:
-            is_within = self._strangers.take(principal or connection, now)
+            is_within = self._strangers.spend(principal or connection, now)
         if not is_within and is_hello:
             self._context.anomalies.postpone("hello_over_budget")
         elif not is_within:

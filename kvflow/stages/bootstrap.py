@@ -190,7 +190,7 @@ class HelloChecks:
             RouteError, PlanError: The two ranks are incompatible.
         """
         link = link_for(hello, self._settings)
-        blocks = RouteBlocks.of(link.route) if self._backend.capabilities.takes_blocks else None
+        blocks = RouteBlocks.from_route(link.route) if self._backend.capabilities.takes_blocks else None
         packed: Mapping[str, PackedSlices] = {}
         if self._staging is not None and link.staging is not None:
             packed = self._staging.find(link.slices)
@@ -252,7 +252,7 @@ class PeerConnections:
             check_needs_trust("endpoint", endpoint, self._context.config.trust)
             self._connections[peer] = self._context.ports.control.connect(
                 endpoint,
-                functools.partial(self._take, peer),
+                functools.partial(self._handle_frames, peer),
                 functools.partial(dispatch, ev.ConnectionLost(peer)),
                 keys=self._trust.for_instance(peer.rank.instance),
                 on_refused=lambda detail: dispatch(ev.ConnectionRefused(peer, detail)),
@@ -308,9 +308,9 @@ class PeerConnections:
         for peer, message in acks:
             self.send(peer, message)
 
-    def _take(self, peer: PeerId, frames: Sequence[bytes]) -> None:
+    def _handle_frames(self, peer: PeerId, frames: Sequence[bytes]) -> None:
         try:
-            message = ANSWERS.take(frames)
+            message = ANSWERS.read_frames(frames)
         except RemoteProtocolError as error:
             self._context.anomalies.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
         else:

@@ -132,7 +132,7 @@ class CapacityLine:
         place = _WaitingChunk(room, get_running_loop().create_future())
         self._waiting[place] = None
         self._by_room.setdefault(room, []).append(place)
-        self._look(place)
+        self._update_peers(place)
         try:
             await place.turn
         except BaseException:
@@ -147,7 +147,7 @@ class CapacityLine:
         for place in self._waiting:
             if place.turn.done():
                 return  # it runs next, and then calls `admit` again
-            self._look(place)
+            self._update_peers(place)
             if before.isdisjoint(place.peers) and self._has_capacity(place.room):
                 place.turn.set_result(None)
                 return
@@ -159,7 +159,7 @@ class CapacityLine:
             if not place.turn.done():
                 place.turn.set_result(None)
 
-    def _look(self, place: _WaitingChunk) -> None:
+    def _update_peers(self, place: _WaitingChunk) -> None:
         """Update the decode ranks that have requested a room; more may do so while it waits."""
         peers = tuple(self._peers_of(place.room))
         if peers != place.peers:

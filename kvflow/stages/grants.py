@@ -64,7 +64,7 @@ class GrantCollector:
         self._is_asking_soon = False
         self.waiting: Collection[GrantId] = self._gate.incoming
 
-    def take(self, connection: bytes, message: RankMessage) -> bool:
+    def collect_message(self, connection: bytes, message: RankMessage) -> bool:
         """Take a message if it belongs to a grant that is not complete, and so is not for the core.
 
         Returns:
@@ -80,7 +80,7 @@ class GrantCollector:
             return isinstance(message, GrantedPages)
         grant_id = GrantId(peer, message.room, message.generation)
         if isinstance(message, GrantedPages):
-            admitted = self._gate.take(grant_id, message, now)
+            admitted = self._gate.store_part(grant_id, message, now)
             if admitted is not None:
                 self._context.dispatch(ev.MessageArrived(admitted.connection, admitted.grant, was_new=True))
         elif isinstance(message, Cancel | Decline):

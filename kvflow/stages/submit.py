@@ -71,7 +71,7 @@ class Submit:
         """Add the sound connections to the peer to a Pong that must list them."""
         if peer is None or not isinstance(message, Pong) or not message.asks_ends:
             return message
-        return replace(message, ends=self._backend.ends_to(self._agents.of(peer))[:MAX_ENDS])
+        return replace(message, ends=self._backend.ends_to(self._agents.find_name(peer))[:MAX_ENDS])
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece, and dispatch PostEnded when the post has ended.
@@ -91,11 +91,11 @@ class Submit:
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
-            post(post_id, self._agents.of(delivery.peer), moves, payload)  # type: ignore[arg-type] # distinguished above
+            post(post_id, self._agents.find_name(delivery.peer), moves, payload)  # type: ignore[arg-type] # distinguished above
         except BackendError as error:
-            self.take(PostEnded(post_id, str(error)))
+            self.handle_event(PostEnded(post_id, str(error)))
 
-    def take(self, event: BackendEvent) -> None:
+    def handle_event(self, event: BackendEvent) -> None:
         """Handle a transport event. Events of unknown or ended posts are only counted."""
         match event:
             case PostEnded(post_id, error, lingers):

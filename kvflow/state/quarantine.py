@@ -104,7 +104,7 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, key: Hashable, footprint: Footprint) -> None:
+    def add_pages(self, key: Hashable, footprint: Footprint) -> None:
         """Add the pages of a transfer; adding them again changes nothing."""
         if key not in self._held:
             self._held[key] = footprint

@@ -34,7 +34,7 @@ class Turns(Generic[Key]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def take(self, key: Key, owners: tuple[str, ...], now: float) -> tuple[bool, Key | None]:
+    def take_place(self, key: Key, owners: tuple[str, ...], now: float) -> tuple[bool, Key | None]:
         """Return whether an attempt has a place, and the attempt that has lost its place to it, if any.
 
         Args:
@@ -49,13 +49,13 @@ class Turns(Generic[Key]):
             loser = self._make_way(key, owners, now)
             if loser is None:
                 return False, None
-            self.end(loser)
+            self.end_attempt(loser)
         self._wait_no_more(key, owners[0])
         self._held[key] = owners, now
         self._count(owners, 1)
         return True, loser
 
-    def end(self, key: Key) -> None:
+    def end_attempt(self, key: Key) -> None:
         """End an attempt, if it has a place."""
         if key in self._held:
             owners, _ = self._held.pop(key)

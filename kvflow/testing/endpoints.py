@@ -101,7 +101,7 @@ class Endpoint:
         if notice and not in_band:
             self._outgoing[post_id] = (other, notice)
 
-    async def take(self) -> list[BackendEvent]:
+    async def take_events(self) -> list[BackendEvent]:
         """Wait until there are events that no earlier call has returned.
 
         Returns:

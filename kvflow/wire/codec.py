@@ -107,7 +107,7 @@ class Reader(Generic[Read]):
         self._decoder: msgspec.msgpack.Decoder[Read] = msgspec.msgpack.Decoder(kinds)
         self._kinds: dict[bytes, type[Read]] = {_beginning_of(kind): kind for kind in get_args(kinds) or (kinds,)}
 
-    def look(self, frames: Sequence[bytes]) -> Unread:
+    def identify_message(self, frames: Sequence[bytes]) -> Unread:
         """Determine the kind of a ZMQ message, which must have one frame, without parsing it.
 
         Raises:
@@ -146,13 +146,13 @@ class Reader(Generic[Read]):
         except (msgspec.DecodeError, UnicodeDecodeError, KvflowError, RecursionError) as error:
             raise _malformed(str(error), unread.data) from error
 
-    def take(self, frames: Sequence[bytes]) -> Read:
+    def read_frames(self, frames: Sequence[bytes]) -> Read:
         """Check and parse a ZMQ message.
 
         Raises:
             RemoteProtocolError: As in `look` and `read`.
         """
-        return self.read(self.look(frames))
+        return self.read(self.identify_message(frames))
 
 
 def encode(message: Message) -> bytes:
@@ -177,7 +177,7 @@ def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
     Raises:
         RemoteProtocolError: As in `Reader`.
     """
-    return _everything.take(frames)
+    return _everything.read_frames(frames)
 
 
 def _pack(message: Any) -> Any:

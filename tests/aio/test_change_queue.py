@@ -20,7 +20,7 @@ def test_what_has_changed_is_taken_once_in_order() -> None:
     changes: ChangeQueue[int] = ChangeQueue()
     for number in range(3):
         changes.add(number)
-    assert (changes.take(), changes.take()) == ([0, 1, 2], [])
+    assert (changes.take_changes(), changes.take_changes()) == ([0, 1, 2], [])
 
 
 def test_nothing_is_lost_or_doubled_between_threads() -> None:
@@ -29,7 +29,7 @@ def test_nothing_is_lost_or_doubled_between_threads() -> None:
 
     def look(into: list[int]) -> None:
         while len(taken[0]) + len(taken[1]) < NUM_ITEMS:
-            into.extend(changes.take())
+            into.extend(changes.take_changes())
 
     threads = [threading.Thread(target=look, args=(into,)) for into in taken]
     for thread in threads:
@@ -48,7 +48,7 @@ def test_a_thread_that_waits_is_woken_by_a_change_and_by_closing() -> None:
     def wait() -> None:
         for _ in range(2):
             changes.wait(lambda: changes._changed or changes.is_closed, None)
-            woken.append(changes.take())
+            woken.append(changes.take_changes())
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -74,7 +74,7 @@ def test_a_further_change_of_what_was_not_taken_wakes_too() -> None:
         item.append(number)
         changes.notify()
     thread.join()
-    assert changes.take() == [[0, 1]]
+    assert changes.take_changes() == [[0, 1]]
 
 
 def test_waiting_ends_in_time() -> None:
@@ -91,11 +91,11 @@ def test_the_descriptor_is_readable_while_there_is_something_to_take(*, is_early
     changes.add(1)
     assert is_readable(changes.fileno())
     changes.add(2)
-    assert changes.take() == [1, 2]
+    assert changes.take_changes() == [1, 2]
     assert not is_readable(changes.fileno())
     for number in range(100_000):  # more than a pipe holds
         changes.add(number)
-    assert len(changes.take()) == 100_000
+    assert len(changes.take_changes()) == 100_000
     changes.close()
 
 
@@ -104,7 +104,7 @@ def test_a_descriptor_that_was_told_late_is_cleared_by_a_look_that_finds_nothing
     fd = changes.fileno()
     changes.notify()  # for a change that has been taken already
     assert is_readable(fd)
-    assert changes.take() == []
+    assert changes.take_changes() == []
     assert not is_readable(fd)
     changes.close()
 
@@ -119,4 +119,4 @@ def test_closing_gives_the_descriptor_back_and_nobody_gets_another() -> None:
     with pytest.raises(ValueError, match="closed"):
         changes.fileno()
     changes.add(1)
-    assert changes.take() == [1]
+    assert changes.take_changes() == [1]

@@ -20,9 +20,9 @@ async def test_a_burst_is_taken_in_order_and_others_run_in_between() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_too)
-        turns.put(range(8))
+        turns.put_items(range(8))
         assert happened == [0, 1, 2]
-        turns.put([8])
+        turns.put_items([8])
         assert happened == [0, 1, 2]
     assert [item for item in happened if item != "other"] == list(range(9))
     assert happened.index("other") < happened.index(8)
@@ -32,11 +32,11 @@ async def test_what_waits_can_be_taken_at_once() -> None:
     taken: list[int] = []
     errors: list[Exception] = []
     turns: YieldingQueue[int] = YieldingQueue(taken.append, errors.append, at_once=1)
-    turns.put(range(3))
+    turns.put_items(range(3))
     turns.take_all()
     assert taken == [0, 1, 2]
     await anyio.lowlevel.checkpoint()
-    turns.put([3])
+    turns.put_items([3])
     assert taken == [0, 1, 2, 3]
 
 
@@ -44,6 +44,6 @@ async def test_an_error_is_passed_on_and_the_others_are_taken() -> None:
     quotients: list[float] = []
     errors: list[Exception] = []
     turns: YieldingQueue[int] = YieldingQueue(lambda item: quotients.append(6 / item), errors.append, at_once=5)
-    turns.put([1, 0, 2])
+    turns.put_items([1, 0, 2])
     assert quotients == [6, 3]
     assert [type(error) for error in errors] == [ZeroDivisionError]

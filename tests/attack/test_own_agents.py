@@ -39,7 +39,7 @@ async def both_roles() -> AsyncIterator[tuple[kvflow.PrefillRank, kvflow.DecodeR
 def hello_of(prefill: kvflow.PrefillRank, agent: str, **changes: Any) -> Hello:
     """Return a Hello with the real metadata of an agent."""
     layout = prefill.layout
-    metadata = PeerMetadata("memory", agent.encode(), RegisteredMemory.of(layout)).pack()
+    metadata = PeerMetadata("memory", agent.encode(), RegisteredMemory.from_layout(layout)).pack()
     route = compile_routes({0: layout}, layout, decode_rank=0)[0]
     deployment: Any = SimpleNamespace(prefill=[prefill])
     return hello_to(deployment, agent=agent, backend_metadata=metadata, layout=layout, route=route, **changes)

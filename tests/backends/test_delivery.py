@@ -35,8 +35,8 @@ class Rank:
 async def test_nothing_is_delivered_before_the_caller_is_done_and_then_all_of_it_at_once() -> None:
     rank = Rank()
     delivery = rank.delivery()
-    delivery.put(ENDS[:1])
-    delivery.put(ENDS[1:3])
+    delivery.deliver_soon(ENDS[:1])
+    delivery.deliver_soon(ENDS[1:3])
     assert (rank.batches, len(delivery)) == ([], 3)
     await until(lambda: rank.batches)
     assert (rank.batches, len(delivery)) == ([ENDS[:3]], 0)
@@ -46,23 +46,23 @@ async def test_what_gathers_in_a_thread_wakes_the_loop_once() -> None:
     rank, calls = Rank(), list[object]()
     delivery = EventDelivery(rank.take, rank.errors.append, calls.append)
     for event in ENDS:
-        await anyio.to_thread.run_sync(functools.partial(delivery.put, [event]))
+        await anyio.to_thread.run_sync(functools.partial(delivery.deliver_soon, [event]))
     assert (calls, rank.batches) == ([delivery.deliver], [])
     delivery.deliver()
     assert rank.batches == [ENDS]
-    await anyio.to_thread.run_sync(functools.partial(delivery.put, ENDS))
+    await anyio.to_thread.run_sync(functools.partial(delivery.deliver_soon, ENDS))
     assert len(calls) == 2
 
 
 async def test_a_breakdown_is_reported_once_behind_what_came_before_it() -> None:
     rank, error = Rank(), BackendError("first")
     delivery = rank.delivery()
-    delivery.put(ENDS[:1])
+    delivery.deliver_soon(ENDS[:1])
     delivery.fail(error)
     delivery.fail(BackendError("second"))
     await until(lambda: rank.errors)
     delivery.fail(BackendError("third"))
-    delivery.put(ENDS[1:])
+    delivery.deliver_soon(ENDS[1:])
     await anyio.wait_all_tasks_blocked()
     assert (rank.batches, rank.errors) == ([ENDS[:1]], [error])
     delivery.close()
@@ -72,10 +72,10 @@ async def test_a_breakdown_is_reported_once_behind_what_came_before_it() -> None
 async def test_closing_delivers_what_is_left_and_nothing_is_delivered_after_it() -> None:
     rank = Rank()
     delivery = rank.delivery()
-    delivery.put(ENDS[:2])
+    delivery.deliver_soon(ENDS[:2])
     delivery.close()
     assert rank.batches == [ENDS[:2]]
-    delivery.put(ENDS[2:])
+    delivery.deliver_soon(ENDS[2:])
     delivery.fail(BackendError("too late"))
     await anyio.wait_all_tasks_blocked()
     delivery.close()
@@ -90,7 +90,7 @@ def test_a_thread_may_outlive_the_loop() -> None:
 
     anyio.run(make)
     for _ in range(2):
-        thread = threading.Thread(target=made[0].put, args=(ENDS,))
+        thread = threading.Thread(target=made[0].deliver_soon, args=(ENDS,))
         thread.start()
         thread.join()
     assert (rank.batches, len(made[0])) == ([], 0)

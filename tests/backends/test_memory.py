@@ -161,7 +161,7 @@ class Echo(threading.Thread):
             self.loop.call_soon_threadsafe(self.opened.set_result, endpoint)
             num_answered = 0
             while num_answered < self.num_posts or len(endpoint.ends()) < self.num_posts:
-                await endpoint.take()
+                await endpoint.take_events()
                 for notice in endpoint.notices()[num_answered:]:
                     self.answer(endpoint, int(notice))
                     num_answered += 1

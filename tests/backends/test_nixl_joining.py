@@ -78,7 +78,7 @@ async def take_slots(source: Endpoint, target: Endpoint, count: int) -> list[int
     """Take `count` notices, in any order, and check that the bytes of each have landed."""
     taken: list[int] = []
     while len(taken) < count:
-        for event in await target.take():
+        for event in await target.take_events():
             assert isinstance(event, NoticeArrived)
             start = int(event.payload) * SLOT
             assert same(source, target, start, start + SLOT)

@@ -116,22 +116,22 @@ def test_what_is_left_is_shut_down_until_it_stays_closed(library: Library) -> No
     outgoing, innocent = library.connect(library.other), library.connect(library.own)
     left_open, _ = left(library, outgoing)
     library.watch(innocent)
-    left_open.look(9.9, {})
+    left_open.shut_connections(9.9, {})
     assert not is_shut_down(outgoing)
-    left_open.look(10.0, {})
+    left_open.shut_connections(10.0, {})
     assert is_shut_down(outgoing)
     outgoing.close()
     again = library.connect(library.other)  # as UCX does while nothing answers
     library.watch(again)
     assert not left_open.is_due(10.0)
-    left_open.look(10.0 + RETRY_S, {})
+    left_open.shut_connections(10.0 + RETRY_S, {})
     assert is_shut_down(again)
     assert left_open.peers == {"peer"}
     again.close()
-    left_open.look(11.0, {})
+    left_open.shut_connections(11.0, {})
     assert not left_open.peers
     assert left_open.is_due(11.0 + QUIET_S)
-    left_open.look(11.0 + QUIET_S, {})
+    left_open.shut_connections(11.0 + QUIET_S, {})
     assert not left_open.is_due(1e9)
     assert not is_shut_down(innocent)
 
@@ -141,10 +141,10 @@ def test_what_is_in_use_is_left_alone(library: Library) -> None:
     left_open, inode = left(library, outgoing)
     address = library.sockets.now()[inode]
     for number, used in enumerate((InUse({address}), InUse(set(), {inode}))):
-        left_open.look(20.0 + number, {library.sockets: used})
+        left_open.shut_connections(20.0 + number, {library.sockets: used})
         assert not is_shut_down(outgoing)
         assert left_open.peers == {"peer"}
-    left_open.look(30.0, {library.sockets: InUse({NEVER}, {0})})
+    left_open.shut_connections(30.0, {library.sockets: InUse({NEVER}, {0})})
     assert is_shut_down(outgoing)
 
 
@@ -152,10 +152,10 @@ def test_what_a_peer_writes_over_is_left_alone_until_it_closes_it(library: Libra
     outgoing = library.connect(library.other)
     left_open, _ = left(library, outgoing, is_written=True)
     assert not left_open.shut_down_of("peer", library.sockets)
-    left_open.look(20.0, {})
+    left_open.shut_connections(20.0, {})
     assert not is_shut_down(outgoing)
     outgoing.close()
-    left_open.look(21.0, {})
+    left_open.shut_connections(21.0, {})
     assert not left_open.peers
 
 

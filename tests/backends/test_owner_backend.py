@@ -62,7 +62,7 @@ class Agent:
         return False
 
     def close(self, timeout_s: float) -> None:
-        self.delivery.put([PostEnded(post_id, None) for post_id in self.posted])
+        self.delivery.deliver_soon([PostEnded(post_id, None) for post_id in self.posted])
         self.note(f"close {timeout_s}")
 
 

@@ -233,7 +233,7 @@ def test_connections_with_another_host_need_not_end_once_a_living_process_lists_
     spared: set[bytes] = set()
     host = socket.inet_aton("10.77.1.2")
     seen = (frozenset[int](), frozenset({0x4038}), frozenset({host}))
-    elsewhere = Elsewhere.of(seen, b"kernel " + host.hex().encode(), spared)
+    elsewhere = Elsewhere.from_sockets(seen, b"kernel " + host.hex().encode(), spared)
     connections = Connections(elsewhere=elsewhere)
     assert not connections.are_dry()
     spared.add(host + 0x8BA8.to_bytes(2, "big"))

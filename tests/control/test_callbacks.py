@@ -91,7 +91,7 @@ async def test_the_last_message_of_a_turn_may_be_the_last_of_all(num_messages: i
         inbox = sockets.Inbox(receiver, lambda frames: taken.append(frames[0]), lambda: counts.append(len(taken)))
         for _ in range(num_messages):
             sender.send(b"x")
-        inbox.take()
+        inbox.read_messages()
         await until(lambda: counts)
         inbox.close()
     assert counts[-1] == len(taken) == num_messages

@@ -161,7 +161,7 @@ async def test_what_waits_of_a_broken_connection_is_dropped(monkeypatch: pytest.
 
 def take_while_the_event_loop_stands_still(server: Server) -> None:
     while not server.received:
-        server.listener._inbox.take()
+        server.listener._inbox.read_messages()
         time.sleep(POLL_S)
 
 

@@ -61,7 +61,7 @@ class Ends:
         )
 
     def say(self, connection: bytes, data: bytes) -> None:
-        self.reading.take(connection, KINDS.look([data]))
+        self.reading.parse_message(connection, KINDS.identify_message([data]))
 
     def _take(self, connection: bytes, message: Ping | Notice, _num_bytes: int) -> None:
         self.told.append((connection, type(message).__name__))

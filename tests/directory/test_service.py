@@ -438,10 +438,10 @@ async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeyp
     directory = service.DirectoryService(
         lambda _, data: sent.append(data), lambda _: ("prefill",), lambda _: "", lambda: 0.0, anomalies
     )
-    directory.take(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
+    directory.handle_message(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
     second = sealed(engine_rank=1, num_ranks=2)
     with printed() as lines:
-        directory.take(b"b", SealedRegister(record=second, lease_s=60.0))
+        directory.handle_message(b"b", SealedRegister(record=second, lease_s=60.0))
     refused = decode(sent[-1])
     assert isinstance(refused, Refuse)
     assert "too many ranks are registered: 1; at most 2" in refused.detail

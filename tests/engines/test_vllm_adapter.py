@@ -642,7 +642,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
     move.transfer.until_safe(10.0)
-    target.worker._take([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
+    target.worker._apply_updates([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
     target.step()
     assert not any(target.pool.holders)
     assert not target.scheduler.awaits_proof

@@ -163,7 +163,7 @@ def test_a_slot_that_is_free_as_soon_as_its_write_has_ended_is_written_again_too
 
 def test_a_local_slot_that_is_free_while_a_write_reads_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rooms are packed into one local slot at the same time; their windows on the decode rank are larger."""
-    monkeypatch.setattr(SlotPool, "take", lambda _: 0)
+    monkeypatch.setattr(SlotPool, "take_slot", lambda _: 0)
     assert "a slot is packed while a write may read it" in violation_of(ONE_SLOT._replace(slots=2))
 
 
@@ -174,7 +174,7 @@ def test_slots_that_do_not_come_back_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_credit_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Window, "end", lambda *_: None)
+    monkeypatch.setattr(Window, "end_post", lambda *_: None)
     assert "a transfer fails without any fault" in violation_of(ONE_POST)
 
 

@@ -31,7 +31,7 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
     """What blocks can express is sent as blocks, the rest as descriptors."""
     world.compute()
     for _, bound, source, target in links(world):
-        blocks = RouteBlocks.of(bound)
+        blocks = RouteBlocks.from_route(bound)
         for name, component in chunk_slices(world, bound, source, target):
             planned = None if blocks is None else blocks.plan({name: component})
             if planned is not None:
@@ -43,7 +43,7 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
 def pair(src: PagedShape, dst: PagedShape) -> tuple[Pool, Pool, RouteBlocks | None]:
     source, target = Pool(src, 0), Pool(dst, 0)
     (route,) = compile_routes({0: source.layout}, target.layout, decode_rank=0)
-    return source, target, RouteBlocks.of(bind_route(route, source.layout, target.layout))
+    return source, target, RouteBlocks.from_route(bind_route(route, source.layout, target.layout))
 
 
 def table(*pages: int, first_token: int = 0, page_size: int = 4) -> PageTable:
@@ -137,5 +137,5 @@ def test_pools_too_large_to_count_with_32_bits_have_no_blocks() -> None:
     found = []
     for slots in (2**29, 2**30):
         (route,) = compile_routes({0: layout(slots)}, layout(16), decode_rank=0)
-        found.append(RouteBlocks.of(bind_route(route, layout(slots), layout(16))) is not None)
+        found.append(RouteBlocks.from_route(bind_route(route, layout(slots), layout(16))) is not None)
     assert found == [True, False]

@@ -17,7 +17,7 @@ TOKENS = {"kv": (0, 10)}
 
 def split_policy(least: int | None, layers: range = range(8)) -> SplitPolicy:
     """Return a policy in which each layer costs ten bytes per token."""
-    costs = LayerBytes.of(dict.fromkeys(layers, 10))
+    costs = LayerBytes.from_costs(dict.fromkeys(layers, 10))
     return SplitPolicy({"kv": ExpectedBytes(WHOLE, WHOLE, {1: 10 * len(layers)}, {1: costs})}, {"kv": 4}, 2**30, least)
 
 
@@ -28,7 +28,7 @@ def join(rule: SplitPolicy, *stops: int) -> list[LayerPiece]:
 @given(st.dictionaries(st.integers(0, 20), st.integers(0, 9)), st.integers(0, 22), st.none() | st.integers(0, 22))
 def test_layers_of_a_range_are_added_up(costs: dict[int, int], start: int, stop: int | None) -> None:
     expected = sum(cost for layer, cost in costs.items() if start <= layer and (stop is None or layer < stop))
-    assert LayerBytes.of(costs).between((start, stop)) == expected
+    assert LayerBytes.from_costs(costs).between((start, stop)) == expected
 
 
 def test_groups_are_joined_until_they_are_worth_a_write() -> None:
@@ -98,7 +98,9 @@ def component_slice(sides: tuple[Rank, Rank], name: str, tokens: tuple[int, int]
 
 
 def test_layers_that_are_owed_are_known() -> None:
-    expected = ExpectedBytes(WHOLE, WHOLE, {1: 3, 2: 4}, {1: LayerBytes.of({3: 1, 5: 2}), 2: LayerBytes.of({4: 4})})
+    expected = ExpectedBytes(
+        WHOLE, WHOLE, {1: 3, 2: 4}, {1: LayerBytes.from_costs({3: 1, 5: 2}), 2: LayerBytes.from_costs({4: 4})}
+    )
     assert (expected.highest_layer, expected.max_layers) == (5, 3)
     assert (ExpectedBytes(WHOLE, WHOLE, {1: 3}).highest_layer, ExpectedBytes(WHOLE, WHOLE, {1: 3}).max_layers) == (0, 1)
     assert expected.of_layers((4, 6)).cell_bytes == {1: 2, 2: 4}

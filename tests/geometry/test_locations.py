@@ -133,7 +133,7 @@ def test_each_write_has_one_location_at_each_end(world: World, data: st.DataObje
         rank.scatter(data.draw(st.tuples(*[every_location] * 3)))
     world.compute()
     for _, bound, source, target in links(world):
-        blocks = RouteBlocks.of(bound)
+        blocks = RouteBlocks.from_route(bound)
         for name, component in chunk_slices(world, bound, source, target):
             ends = (source.layout.locations[name], target.layout.locations[name])
             assert bound.by_location({name: component.tokens}) == [{name: component.tokens}]
@@ -155,7 +155,7 @@ def test_blocks_of_several_locations_are_not_one_plan() -> None:
     layout = two_places()
     target = replace(layout, allocations=(MemoryRange(4096, 64), MemoryRange(8192, 64)))
     (route,) = compile_routes({0: layout}, target, decode_rank=0)
-    blocks = RouteBlocks.of(bind_route(route, layout, target))
+    blocks = RouteBlocks.from_route(bind_route(route, layout, target))
     assert blocks is not None
     pages = PageTable(np.array([1], np.uint32), 0, 4)
     kv, state = ({name: ComponentSlice((0, 4), pages, pages)} for name in ("kv", "state"))

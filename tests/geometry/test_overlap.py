@@ -142,7 +142,7 @@ def cells(draw: st.DrawFn, owner: int) -> SpacedRuns:
         stride, count = reach + draw(st.integers(0, 3)), draw(st.integers(1, 3))
         axes.append((stride, count))
         reach = stride * (count - 1) + reach
-    return SpacedRuns.of(draw(st.integers(0, 60)), axes, length, owner)
+    return SpacedRuns.from_axes(draw(st.integers(0, 60)), axes, length, owner)
 
 
 @st.composite
@@ -152,7 +152,7 @@ def groups(draw: st.DrawFn) -> list[SpacedRuns]:
     alike = draw(st.lists(st.integers(0, 30), max_size=4))
     first = found[0]
     return found + [
-        SpacedRuns.of(first.address + step, first.axes, first.length, len(found) + place)
+        SpacedRuns.from_axes(first.address + step, first.axes, first.length, len(found) + place)
         for place, step in enumerate(alike)
     ]
 
@@ -175,6 +175,6 @@ def test_what_is_found_is_what_comparing_bytes_finds(group: list[SpacedRuns]) ->
 
 
 def test_runs_that_touch_are_joined() -> None:
-    assert SpacedRuns.of(0, ((8, 4), (4, 2), (99, 1)), 4, 7) == SpacedRuns(0, 32, (), 32, 7)
-    assert SpacedRuns.of(0, ((16, 4), (4, 2)), 4, 7) == SpacedRuns(0, 56, ((16, 4),), 8, 7)
+    assert SpacedRuns.from_axes(0, ((8, 4), (4, 2), (99, 1)), 4, 7) == SpacedRuns(0, 32, (), 32, 7)
+    assert SpacedRuns.from_axes(0, ((16, 4), (4, 2)), 4, 7) == SpacedRuns(0, 56, ((16, 4),), 8, 7)
     assert np.array_equal(SpacedRuns(5, 29, ((16, 2),), 8, 7).starts(5), [0, 16])

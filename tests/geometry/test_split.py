@@ -86,7 +86,7 @@ def test_no_cell_is_cut_when_pages_are_halved() -> None:
 def test_layers_that_do_not_fit_a_slot_wait_for_the_last_and_go_by_tokens(
     tokens: int, expected: list[LayerRange]
 ) -> None:
-    costs = ExpectedBytes(WHOLE, WHOLE, {1: 20}, {1: LayerBytes.of({0: 10, 1: 10})})
+    costs = ExpectedBytes(WHOLE, WHOLE, {1: 20}, {1: LayerBytes.from_costs({0: 10, 1: 10})})
     rule = SplitPolicy({"kv": costs}, {"kv": 4}, 40, 1, is_packed=True)
     ranges = {"kv": (0, tokens)}
     assert [piece.layers for piece in rule.split_layers([1, 2], ranges, ranges)] == expected

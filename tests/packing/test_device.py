@@ -133,7 +133,7 @@ def test_words_are_aligned_and_rows_lie_within_the_runs(copy: Copy) -> None:
     """Unaligned access faults on a device, and is merely slow on a processor."""
     for group in Buffers(copy, CPU).runs:
         word = word_bytes(group.length, group.memory)
-        rows = Rows.of(group.memory, group.length, word, CPU)
+        rows = Rows.from_addresses(group.memory, group.length, word, CPU)
         assert rows.table.data_ptr() == group.memory.min()
         assert rows.table.data_ptr() % rows.table.element_size() == 0
         assert rows.table.is_contiguous()
@@ -182,7 +182,7 @@ def test_rows_are_as_long_as_distances_allow(
     buffer = np.zeros(1024, np.uint64)
     addresses = np.array(places, np.uint64) + np.uint64(buffer.ctypes.data)
     assert word_bytes(length, addresses) == word
-    rows = Rows.of(addresses, length, word, CPU)
+    rows = Rows.from_addresses(addresses, length, word, CPU)
     assert (rows.table.element_size(), rows.table.shape[1], len(rows.steps)) == (word, words_per_row, per_run)
 
 

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.anyio
 def posted(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """Types of the posted moves, in order."""
     kinds: list[type] = []
-    put = PostQueue.put
+    put = PostQueue.add_write
 
     def record(self: PostQueue, write: Write) -> None:
         kinds.append(type(write.moves))
         put(self, write)
 
-    monkeypatch.setattr(PostQueue, "put", record)
+    monkeypatch.setattr(PostQueue, "add_write", record)
     return kinds
 
 

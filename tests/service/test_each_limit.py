@@ -83,9 +83,9 @@ def _is_refused(effects: Sequence[PrefillEffect], detail: str) -> None:
 
 def over_quarantine(name: str) -> None:
     quarantine = Quarantine(Limits(**{name: AT}))
-    quarantine.put(1, Footprint(AT - 1, AT - 1))
+    quarantine.add_pages(1, Footprint(AT - 1, AT - 1))
     quarantine.check_admission()
-    quarantine.put(2, Footprint(1, 1))
+    quarantine.add_pages(2, Footprint(1, 1))
     with pytest.raises(CapacityExceeded) as caught:
         quarantine.check_admission()
     _names(caught.value, name)

@@ -287,7 +287,7 @@ async def test_a_hello_that_names_memory_which_its_sender_has_not_registered_is_
 ) -> None:
     victim = Pool(PagedShape(8, 4, (0, 2), 8, 2), 1).layout
     async with unknown_peer_metadata():
-        claimed = PeerMetadata("memory", str(UNKNOWN).encode(), RegisteredMemory.of(victim)).pack()
+        claimed = PeerMetadata("memory", str(UNKNOWN).encode(), RegisteredMemory.from_layout(victim)).pack()
         answer = await ask(deployment.prefill[0].endpoint, await a_hello(deployment, backend_metadata=claimed))
     assert isinstance(answer, Refuse)
     assert "memory that it has not registered" in answer.detail

@@ -208,7 +208,7 @@ async def test_an_agent_is_not_taken_from_another_rank() -> None:
             agents.add(stranger, other.shared.agent, b"mine")
         with pytest.raises(kvflow.BackendError, match="a different transport agent"):
             agents.add(theirs, "somebody", b"mine")
-        assert agents.of(theirs) == other.shared.agent
+        assert agents.find_name(theirs) == other.shared.agent
 
 
 class NotesPrincipals(MemoryBackend):

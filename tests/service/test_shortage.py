@@ -254,10 +254,12 @@ def test_a_rank_that_cannot_open_says_so() -> None:
 @pytest.mark.parametrize("hold_s", [0.6, 2.0])
 async def test_an_engine_that_holds_the_event_loop_is_named_with_how_long(hold_s: float) -> None:
     async with deploy() as deployment, deployment.prefill[0].send(1) as sender:
+        deployment.prefill[0]._anomalies._interval_s = 0.0  # a busy machine may hold the loop as well, just before
         with printed() as lines:
 
             def said() -> list[dict[str, Any]]:
-                return [line for line in lines.named("event_loop_starved") if line["instance"] == "prefill"]
+                found = [line for line in lines.named("event_loop_starved") if line["instance"] == "prefill"]
+                return [line for line in found if line["held_s"] >= 0.9 * held_s]
 
             began = time.monotonic()
             await anyio.sleep(random.uniform(1, 2) * PULSE_S)  # at least one beat has been seen since  # noqa: S311
@@ -266,9 +268,9 @@ async def test_an_engine_that_holds_the_event_loop_is_named_with_how_long(hold_s
             held_s = time.monotonic() - held_since
             await until(said)
             within_s = time.monotonic() - began
-            (line,) = said()
+            line = said()[0]
         sender.abort()
-        assert 0.9 * held_s <= line["held_s"] <= within_s
+        assert line["held_s"] <= within_s
         assert line["level"] == "warning"
         assert "at least" not in line["detail"]
 

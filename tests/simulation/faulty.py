@@ -207,7 +207,7 @@ def silence_is_a_proof(patch: Patch) -> None:
 
 
 def doubt_is_an_end(patch: Patch) -> None:
-    original = Submit.take
+    original = Submit.handle_event
 
     def take(self: Submit, event: BackendEvent) -> None:
         if isinstance(event, PostInDoubt):
@@ -215,7 +215,7 @@ def doubt_is_an_end(patch: Patch) -> None:
         if isinstance(event, PostEnded) and event.post_id in self._posts:
             original(self, event)
 
-    patch.setattr(Submit, "take", take)
+    patch.setattr(Submit, "handle_event", take)
 
 
 def written_is_delivered(patch: Patch) -> None:
@@ -234,13 +234,13 @@ def senders_have_no_deadline(patch: Patch) -> None:
 
 
 def credit_is_not_given_back(patch: Patch) -> None:
-    original = queue.PieceQueue.end
+    original = queue.PieceQueue.end_piece
 
     def end(self: queue.PieceQueue, delivery: Any, seq: int, how: queue.PieceEnd) -> None:
         if how is not queue.PieceEnd.DROPPED:
             original(self, delivery, seq, how)
 
-    patch.setattr(queue.PieceQueue, "end", end)
+    patch.setattr(queue.PieceQueue, "end_piece", end)
 
 
 def free_source_pages_are_a_proof_for_the_destination(patch: Patch) -> None:
@@ -447,7 +447,9 @@ def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
 
     async def leave(self: shared.SharedBackend, member: shared.RankEndpoint) -> None:
         if len(self._members) > 1 and member._running:
-            member.take([PostEnded(post_id, "stopped by closing the endpoint") for post_id in member._running])
+            member.forward_events(
+                [PostEnded(post_id, "stopped by closing the endpoint") for post_id in member._running]
+            )
         await original(self, member)
 
     patch.setattr(shared.SharedBackend, "leave", leave)

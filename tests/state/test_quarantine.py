@@ -45,7 +45,7 @@ def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int
     held: dict[int, Footprint] = {}
     for step, key, *size in steps:
         if step == "put":
-            quarantine.put(key, Footprint(*size))
+            quarantine.add_pages(key, Footprint(*size))
             held.setdefault(key, Footprint(*size))
         else:
             quarantine.remove(key)

@@ -85,7 +85,7 @@ class EndsBeforeItHasRead(MemoryBackend):
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
         super().post(post_id, peer, descriptors, notice)
         assert self._delivery is not None
-        self._delivery.put([PostEnded(post_id, None)])
+        self._delivery.deliver_soon([PostEnded(post_id, None)])
 
 
 class CallsBack(MemoryBackend):
@@ -169,7 +169,7 @@ class RefusesLate(MemoryBackend):
             super().post(post_id, peer, descriptors, notice)
         except BackendError as error:
             assert self._delivery is not None
-            self._delivery.put([PostEnded(post_id, str(error))])
+            self._delivery.deliver_soon([PostEnded(post_id, str(error))])
 
 
 class TrustsMetadata(MemoryBackend):

@@ -205,14 +205,14 @@ def test_many_fields_of_a_later_version_are_ignored() -> None:
 @pytest.mark.parametrize("kind", [Ping, Ping | Grant], ids=["one kind", "two kinds"])
 def test_what_is_not_for_an_end_is_refused_unread(kind: Any) -> None:
     reader: Reader[Ping | Grant] = Reader(kind)
-    assert reader.take([PING]) == Ping(peer=PEER)
+    assert reader.read_frames([PING]) == Ping(peer=PEER)
     with pytest.raises(RemoteProtocolError, match="not accepted here") as caught:
-        reader.look([HEADER + b"\x82\xa4type\xa7records\xc1"])
+        reader.identify_message([HEADER + b"\x82\xa4type\xa7records\xc1"])
     assert caught.value.values == {"kind": "records"}
 
 
 def test_looking_at_a_message_does_not_read_it() -> None:
-    unread = Reader[Ping](Ping).look([PING[:-1]])
+    unread = Reader[Ping](Ping).identify_message([PING[:-1]])
     assert unread == Unread(Ping, PING[:-1])
     assert not unread.is_long
 

@@ -70,7 +70,7 @@ class Agent:
         self._start = start_engine
         self._max_senders = max_senders
         self._window = window
-        self._emit = delivery.put
+        self._emit = delivery.deliver_soon
         self._log = get_logger(agent=name)
         self._other_paths = "shared memory within the host" if protocol == "tcp" else "RDMA"
         self._timeout_s = timeout_s
@@ -151,7 +151,7 @@ class Agent:
         engine = self._senders.get(principal) or self._choose_sender()
         if engine is worn_out or engine.num_departed >= MAX_DEPARTED:
             num_replaced = sum(one.is_worn_out and one.is_used for one in self._engines)
-            if num_replaced < MAX_REPLACED and self._replacements.take(principal, time.monotonic()):
+            if num_replaced < MAX_REPLACED and self._replacements.spend(principal, time.monotonic()):
                 engine = self._replace(engine)
             elif engine is worn_out:
                 raise BackendError(

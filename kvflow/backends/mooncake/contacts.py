@@ -98,9 +98,9 @@ class _Call(Generic[Result]):
         try:
             return self._function()
         finally:
-            self._end()
+            self._end_call()
 
-    def _end(self) -> None:
+    def _end_call(self) -> None:
         with self._lock:
             self._is_running = False
             is_abandoned = self._is_abandoned

@@ -96,7 +96,7 @@ class PostInFlight:
         """Whether no more of it will be started."""
         return self.error is not None or self._next >= len(self._src)
 
-    def take(self, count: int) -> list[Row]:
+    def take_descriptors(self, count: int) -> list[Row]:
         """Take the next descriptors to start, as (source address, destination address, length)."""
         taken = slice(self._next, self._next + count)
         self._next = taken.stop
@@ -198,7 +198,7 @@ class PeerConnection(Generic[AnyWriter]):
         """Start what fits into the window, a few descriptors of each post in turn."""
         while self._posts and len(self._running) < self._max_running:
             post = self._posts.popleft()
-            for descriptor in post.take(min(TURN, self._max_running - len(self._running))):
+            for descriptor in post.take_descriptors(min(TURN, self._max_running - len(self._running))):
                 transfer_id = self.engine.submit(self._session, *descriptor)
                 if not transfer_id:
                     post.error = post.error or "the engine did not take the write"

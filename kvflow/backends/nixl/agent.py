@@ -157,7 +157,7 @@ class NixlAgent:
 
     def post_next(self, outbox: PostQueue) -> None:
         """Start the next writes of an outbox, if any are waiting; their outcome is reported as events."""
-        writes = outbox.take()
+        writes = outbox.take_writes()
         if not writes:  # they were joined with an earlier write
             return
         post = self._prepare(outbox, writes)
@@ -204,7 +204,7 @@ class NixlAgent:
         payload: bytes,
     ) -> Any:
         if isinstance(moves, Blocks):
-            src, dst = connection.lists.of(connection.agent, moves.lists, kinds, self._clean_up)
+            src, dst = connection.lists.prepare(connection.agent, moves.lists, kinds, self._clean_up)
             return connection.agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, payload)
         make = connection.agent.get_xfer_descs
         src, dst = make(moves.src, kinds[0]), make(moves.dst, kinds[1])
@@ -278,7 +278,7 @@ class NixlAgent:
         GIL.
         """
         if self._gathered:
-            self._delivery.put(self._gathered)
+            self._delivery.deliver_soon(self._gathered)
             self._gathered.clear()
 
     def _remove_everybody(self) -> None:
@@ -376,7 +376,7 @@ class NixlAgent:
         self._running.pop(post.number, None)
         post.connection.is_used = True
         post.connection.path.count(post.num_bytes)
-        self._end(post, None)
+        self._end_post(post, None)
         if self._has_fences:
             self._end_fenced(post)
 
@@ -391,7 +391,7 @@ class NixlAgent:
         self._in_doubt[post.number] = post
         self._emit(post.in_doubt())
 
-    def _end(self, post: NativeWrite, error: str | None, *, lingers: bool = False) -> None:
+    def _end_post(self, post: NativeWrite, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(post.connection.agent.release_xfer_handle, post.handle)
         self._emit(post.ended(error, lingers=lingers))
 
@@ -402,7 +402,7 @@ class NixlAgent:
                 self._failed[post.number] = post
         for number, post in self._failed.items():
             self._in_doubt.pop(number, None)
-            self._end(post, post.error, lingers=True)
+            self._end_post(post, post.error, lingers=True)
         self._failed.clear()
 
     def _end_fenced(self, fence: NativeWrite) -> None:
@@ -410,7 +410,7 @@ class NixlAgent:
         for post in list(self._in_doubt.values()):
             if post.connection is fence.connection and post.fence <= fence.number:
                 del self._in_doubt[post.number]
-                self._end(post, post.error)
+                self._end_post(post, post.error)
 
     def _finish_disconnecting(self) -> None:
         """Keep or remove the endpoints of disconnected peers that have no posts in flight."""
@@ -480,7 +480,7 @@ class NixlAgent:
     def _look_at_left_open(self) -> None:
         now = time.monotonic()
         if self._left_open.is_due(now):
-            self._left_open.look(now, self._sockets_in_use())
+            self._left_open.shut_connections(now, self._sockets_in_use())
 
     def _sockets_in_use(self) -> dict[OutgoingSockets, InUse]:
         used: dict[OutgoingSockets, InUse] = {}

@@ -32,7 +32,7 @@ class Arrivals:
         self._poll = poll
         self._pauses: dict[int, asyncio.TimerHandle | None] = dict.fromkeys(epolls)
         for fd in self._pauses:
-            self._loop.add_reader(fd, self._look, fd)
+            self._loop.add_reader(fd, self._check_socket, fd)
 
     def close(self) -> None:
         """Stop watching. May be called twice."""
@@ -43,11 +43,11 @@ class Arrivals:
             if not self._loop.is_closed():
                 self._loop.remove_reader(fd)
 
-    def _look(self, fd: int) -> None:
+    def _check_socket(self, fd: int) -> None:
         if not self._poll() and fd in self._pauses:
             self._loop.remove_reader(fd)
             self._pauses[fd] = self._loop.call_later(PAUSE_S, self._go_on, fd)
 
     def _go_on(self, fd: int) -> None:
         self._pauses[fd] = None
-        self._loop.add_reader(fd, self._look, fd)
+        self._loop.add_reader(fd, self._check_socket, fd)

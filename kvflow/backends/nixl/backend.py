@@ -166,7 +166,7 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
 
     def _submit(self, outbox: PostQueue, write: Write) -> None:
         owner, agent = self._running()
-        outbox.put(write)
+        outbox.add_write(write)
         began = monotonic()
         is_short = write.num_bytes <= self._inline_bytes and began >= self._inline_from
         if is_short and agent.is_used_to(outbox.peer) and owner.run_now(partial(agent.post_now, outbox)):

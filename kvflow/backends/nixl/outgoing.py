@@ -117,7 +117,7 @@ class _Left:
     look_at: float = float("-inf")
     quiet_from: float | None = None
 
-    def look(self, now: float, found: Mapping[int, Address], used: InUse) -> bool:
+    def shut_connections(self, now: float, found: Mapping[int, Address], used: InUse) -> bool:
         """Shut down the connections that may be. Return False once none has been open for `QUIET_S`."""
         addresses = self.addresses - used.addresses
         mine = {inode for inode, address in found.items() if address in addresses and inode not in used.inodes}
@@ -177,7 +177,7 @@ class StaleConnections:
         """Return whether `look` should be called."""
         return now >= self._look_at
 
-    def look(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
+    def shut_connections(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
         """Shut down the connections that may be, and forget those that are closed.
 
         Args:
@@ -187,7 +187,7 @@ class StaleConnections:
         unused = InUse()
         due = [left for left in self._left if now >= left.look_at]
         open_now = {sockets: sockets.now() for sockets in {left.sockets for left in due}}
-        over = [it for it in due if not it.look(now, open_now[it.sockets], used.get(it.sockets, unused))]
+        over = [it for it in due if not it.shut_connections(now, open_now[it.sockets], used.get(it.sockets, unused))]
         self._left = [left for left in self._left if left not in over]
         self._look_at = min((left.look_at for left in self._left), default=float("inf"))
         self.peers = frozenset(left.peer for left in self._left if left.quiet_from is None)

@@ -69,11 +69,11 @@ class PostQueue:
         self.peer = peer
         self._waiting: deque[Write] = deque()
 
-    def put(self, write: Write) -> None:
+    def add_write(self, write: Write) -> None:
         """Queue a write."""
         self._waiting.append(write)
 
-    def take(self) -> list[Write]:
+    def take_writes(self) -> list[Write]:
         """Take the next write and the ones after it that can be joined with it; empty if none is waiting."""
         if not self._waiting:
             return []
@@ -116,7 +116,7 @@ class PreparedLists:
         self._lists: BlockLists | None = None
         self._handles: list[Any] = []
 
-    def of(
+    def prepare(
         self, agent: Any, lists: BlockLists, kinds: tuple[str, str], release: Callable[..., object]
     ) -> tuple[Any, Any]:
         """Return the handles of both lists, preparing them unless they are those of the previous call.

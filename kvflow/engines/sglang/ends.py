@@ -69,7 +69,7 @@ class TransferEnd:
         """Nothing can access the pages any more."""
         return self.transfer is None or self.transfer.memory is Memory.SAFE
 
-    def take(self, update: "TransferUpdate[Any]") -> None:
+    def apply_update(self, update: "TransferUpdate[Any]") -> None:
         """Apply an update to SGLang's state of the room, unless this request is over: another one may have the room."""
         if self._is_over:
             return

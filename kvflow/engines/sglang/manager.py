@@ -178,11 +178,11 @@ class KvflowKVManager(CommonKVManager):
             end = self._ends.get(update.transfer)
             if end is None:
                 continue
-            end.take(update)
+            end.apply_update(update)
             if update.outcome is not Outcome.PENDING and update.memory is Memory.SAFE:
                 self._forget(end)
         if self._ends:
-            self._quarantine.look(self.rank, self._ends, time.monotonic())
+            self._quarantine.check_pages(self.rank, self._ends, time.monotonic())
 
     def _forget(self, end: "TransferEnd") -> None:
         self._ends.pop(end.transfer, None)

@@ -34,7 +34,7 @@ class QuarantineWatch:
         self._look_at = self._remind_at = 0.0
         self._asked: Future[list[QuarantineRecord]] | None = None
 
-    def look(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
+    def check_pages(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
         """Check for pages to remind of and to release, if it is time. This is cheap while nothing is in quarantine.
 
         It does not wait for the rank's event loop, but looks at the answer in a later call.

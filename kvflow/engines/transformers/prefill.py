@@ -110,11 +110,11 @@ class PrefillManager(End[PrefillRank]):
         for update in self.rank.completed():
             is_current = self._senders.get(str(update.room)) is update.transfer  # another request may have the room
             if is_current and update.outcome is not Outcome.PENDING:
-                self._end(str(update.room))
+                self._end_room(str(update.room))
         for room in list(self._offered):
             self._offer(room)
 
-    def _end(self, room: str) -> None:
+    def _end_room(self, room: str) -> None:
         if room in self._offered:  # the rest is not needed
             self.engine.manager.cancel_request(room)
         else:

@@ -239,7 +239,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def get_kv_connector_stats(self) -> Any:
-        return None if self._stats.is_empty() else self._stats.take()
+        return None if self._stats.is_empty() else self._stats.take_values()
 
     @override
     def shutdown(self) -> None:
@@ -251,7 +251,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Create statistics from what another process sent."""
-        return Stats.of(data)
+        return Stats.from_data(data)
 
     @classmethod
     @override

@@ -55,7 +55,7 @@ class Stats(KVConnectorStats):
             self.data[name] += values
         return self
 
-    def take(self) -> "Stats":
+    def take_values(self) -> "Stats":
         """Return the statistics, and begin anew."""
         taken = Stats(self.data)
         self.reset()
@@ -91,7 +91,7 @@ class Stats(KVConnectorStats):
         }
 
     @classmethod
-    def of(cls, data: dict[str, Any] | None) -> KVConnectorStats:
+    def from_data(cls, data: dict[str, Any] | None) -> KVConnectorStats:
         """Create statistics from what another process sent."""
         return cls(data or None)
 

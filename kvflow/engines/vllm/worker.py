@@ -198,7 +198,7 @@ class ConnectorWorker:
             LOGGER.warning("kvflow: %s was preempted, and is not sent: %s", move.request_id, error)
         until = time.monotonic() + PREEMPTION_S
         while not (sender.is_quiesced or move.is_safe) and (left_s := until - time.monotonic()) > 0:
-            self._take(self._ranks.wait_any(left_s))
+            self._apply_updates(self._ranks.wait_any(left_s))
         move.blocks.clear()  # vLLM takes them in any case
         if not (sender.is_quiesced or move.is_safe):
             LOGGER.warning("kvflow: %s was preempted while it was read, and is not handed over", move.request_id)
@@ -274,7 +274,7 @@ class ConnectorWorker:
                 self._over(self._sending[request_id], is_awaited=request_id in self._awaited)
             if request_id in self._receiving:
                 self._give_up(self._receiving[request_id])
-        self._take(self._ranks.completed())
+        self._apply_updates(self._ranks.completed())
         if self._is_empty_step:
             self._await_results()
         results, self._results = self._results, Results()
@@ -284,7 +284,7 @@ class ConnectorWorker:
         """Wait up to `patience_s` for a transfer to end, because vLLM has nothing else to do."""
         until = time.monotonic() + self._patience_s
         while self._moves and not self._results and (left_s := until - time.monotonic()) > 0:
-            self._take(self._ranks.wait_any(left_s))
+            self._apply_updates(self._ranks.wait_any(left_s))
 
     def take_report(self) -> WorkerReport | None:
         """Return a report for the scheduler, or None if there is nothing to report."""
@@ -351,7 +351,7 @@ class ConnectorWorker:
         if not move.is_awaited:
             del self._receiving[move.request_id]
 
-    def _take(self, updates: Iterable[TransferUpdate[Any]]) -> None:
+    def _apply_updates(self, updates: Iterable[TransferUpdate[Any]]) -> None:
         for update in updates:
             move = self._moves.get(update.transfer)
             if move is None:

@@ -54,7 +54,7 @@ class Declines:
         self._dialing = dialing
         self._timers = timers
 
-    def put(
+    def add_decline(
         self, instance: Instance, room: RoomId, declined: Declined, now: float, *, is_announced: bool = False
     ) -> list[DecodeEffect]:
         """Decline a room, now or later; `is_announced`: tell reachable ranks, which know of it, in any case now."""
@@ -96,7 +96,7 @@ class Declines:
             return []
         is_first = not declined.answered
         declined.answered[peer] = None
-        self._dialing.end(peer)
+        self._dialing.free_place(peer)
         if not all(other in declined.answered for other in instance.peers):
             is_proof = is_first and not self._peers.are_ready(instance)
             return self._decline(instance, drained.room, declined, now) if is_proof else []

@@ -72,7 +72,7 @@ class Dialing:
         effects: list[DecodeEffect] = []
         if record.peer not in self._peers:
             owners = (split_address("endpoint", record.endpoint)[0], record.peer.rank.instance)
-            has_place, loser = self._dials.take(record.peer, owners, now)
+            has_place, loser = self._dials.take_place(record.peer, owners, now)
             if loser is not None:
                 effects += self._hang_up(loser, now)
             if not has_place:
@@ -89,19 +89,19 @@ class Dialing:
         """Note that a rank has accepted its Hello."""
         del instance.hellos[peer]
         self._timers.clear(HelloUnanswered(peer))
-        self.end(peer)
+        self.free_place(peer)
         instance.undialed.pop(peer, None)
         instance.is_proved = True
 
-    def end(self, peer: PeerId) -> None:
+    def free_place(self, peer: PeerId) -> None:
         """Free the place of a rank that has answered."""
-        self._dials.end(peer)
+        self._dials.end_attempt(peer)
 
     def forget(self, instance: Instance, now: float, keep: list[PeerId]) -> list[DecodeEffect]:
         """Abandon unanswered Hellos; disconnect unconnected ranks outside `keep`, and reclaim their unused windows."""
         effects: list[DecodeEffect] = []
         for peer in instance.peers:
-            self.end(peer)
+            self.free_place(peer)
             self._timers.clear(HelloUnanswered(peer))
             if peer not in keep and peer not in self._peers:
                 self._peers.windows.take_back_unused(peer)
@@ -115,7 +115,7 @@ class Dialing:
 
     def _hang_up(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Close the connection to a rank that does not answer, to try it again later."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         if instance is not None and peer in instance.hellos:
             instance.undialed[peer] = next(record for record in instance.records if record.peer == peer)
             instance.undialed.move_to_end(peer, last=instance.is_proved)

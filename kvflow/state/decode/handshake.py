@@ -161,14 +161,14 @@ class Instances:
         Reachable ranks that received its announcement are told now.
         """
         opened = room.opened
-        instance = self._instances.of(room.told[0]) if room.told else self._instances.at(opened.instance)
+        instance = self._instances.find_by_peer(room.told[0]) if room.told else self._instances.at(opened.instance)
         if instance is None:
             return []
         self._waiting.remove(instance, opened.generation)
         if failure.reason is FailureReason.STALE_TICKET:  # no running process holds pages for it
             return []
         declined = Declined(opened.generation, failure, opened.issuer, {}, opened.capability)
-        return self._declines.put(instance, opened.room, declined, now, is_announced=bool(room.told))
+        return self._declines.add_decline(instance, opened.room, declined, now, is_announced=bool(room.told))
 
     def decline_refused(self, event: RoomDeclined, now: float) -> list[DecodeEffect]:
         """Decline a room that the engine will not receive, or whose request this rank has refused.
@@ -183,11 +183,11 @@ class Instances:
         self._rooms.note_declined(event.room, event.generation, event.failure)
         effects = self.reconnect(event.instance, now)
         declined = Declined(event.generation, event.failure, event.issuer, {}, event.capability)
-        return [*effects, *self._declines.put(self._instance_at(event.instance), event.room, declined, now)]
+        return [*effects, *self._declines.add_decline(self._instance_at(event.instance), event.room, declined, now)]
 
     def decline_answered(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
         """Note that a rank has answered a decline, if that is what it answers."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         return [] if instance is None else self._declines.answered(instance, peer, drained, now)
 
     # Answers from the directory and the compiler ---------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Instances:
         instance = self._instances.at(event.instance)
         if instance is None:
             return []
-        self._lookups.end(event.instance)
+        self._lookups.end_attempt(event.instance)
         effects = self._waiting.fail_outdated(instance, event, now)
         instance.found, instance.refusal, instance.is_short = event, "", False
         if not is_complete(event.records):
@@ -340,13 +340,13 @@ class Instances:
 
     def connect_failed(self, event: ConnectFailed) -> None:
         """Record that this process lacks what a connection to a rank takes."""
-        instance = self._instances.of(event.peer)
+        instance = self._instances.find_by_peer(event.peer)
         if instance is not None and event.is_short:
             instance.refusal, instance.is_short = event.detail, True
 
     def obstructed(self, event: ConnectionObstructed) -> list[DecodeEffect]:
         """Record why there is no connection to a rank, or that there is one. Has no effects."""
-        instance = self._instances.of(event.peer)
+        instance = self._instances.find_by_peer(event.peer)
         if instance is not None and event.peer in instance.peers:
             instance.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
             if event.is_short:
@@ -355,12 +355,12 @@ class Instances:
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         return self._serve(instance, now) if instance is not None and self._peers.are_ready(instance) else []
 
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Look up the instance of a rank whose connection broke, because the rank may have restarted."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         if instance is None:
             return []
         self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
@@ -368,7 +368,7 @@ class Instances:
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Restart the handshake with an instance that has lost a rank."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         if instance is None or peer not in instance.peers:
             return []
         effects = self._dialing.forget(instance, now, keep=[other for other in instance.peers if other != peer])
@@ -387,7 +387,7 @@ class Instances:
 
     def is_handshaking(self, peer: PeerId) -> bool:
         """Return whether a rank has an unanswered Hello."""
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         return instance is not None and peer in instance.hellos
 
     def expects_answer(self, peer: PeerId, attempt: int) -> bool:
@@ -424,7 +424,7 @@ class Instances:
     def _may_look_up(self, instance: Instance, ref: InstanceRef, now: float) -> bool:
         if not isinstance(ref, InstanceAddress) or instance.state is InstanceState.CONNECTED:
             return True
-        return self._lookups.take(ref, (host_of(ref),), now)[0]
+        return self._lookups.take_place(ref, (host_of(ref),), now)[0]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Repeat the lookup while the handshake is unfinished or a rank is suspect; forget unwanted instances."""
@@ -440,7 +440,7 @@ class Instances:
         effects = self._dialing.forget(instance, now, keep=[])
         self._clear_timers(instance)
         for ref in instance.refs:
-            self._lookups.end(ref)
+            self._lookups.end_attempt(ref)
         self._instances.remove(instance)
         return effects
 
@@ -512,7 +512,7 @@ class Instances:
         return instance
 
     def _instance_of(self, peer: PeerId) -> Instance:
-        instance = self._instances.of(peer)
+        instance = self._instances.find_by_peer(peer)
         if instance is None:
             raise LookupError(peer)
         return instance

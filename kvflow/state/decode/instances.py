@@ -181,7 +181,7 @@ class InstanceTable:
         """Find an instance by its name."""
         return self._by_name.get(name)
 
-    def of(self, peer: PeerId) -> Instance | None:
+    def find_by_peer(self, peer: PeerId) -> Instance | None:
         """Find the instance of a rank."""
         return self._by_name.get(peer.rank.instance)
 

@@ -401,7 +401,7 @@ class Rooms:
         if room.state.memory in (Memory.SAFE, Memory.QUARANTINED) and self.generations.get(room.room) == generation:
             del self.generations[room.room]
         if room.state.memory is Memory.QUARANTINED:
-            self._quarantine.put(generation, room.opened.footprint)
+            self._quarantine.add_pages(generation, room.opened.footprint)
         if room.state.is_safe:
             self._quarantine.remove(generation)
             self.held.drop(room.opened.pages)

@@ -325,7 +325,7 @@ class PrefillCore:
         self.rooms.unfenced.forget_peer(peer)
         self.slots.left(peer)
         effects = self._left(peer, failure, now)
-        self.peers.end(peer, f"{peer} has said goodbye")
+        self.peers.mark_ended(peer, f"{peer} has said goodbye")
         return effects
 
     def _post_ended(self, event: ev.PostEnded, now: float) -> list[PrefillEffect]:

@@ -40,16 +40,16 @@ class DeclinedRooms:
         if len(self._seen) > MAX_DECLINED:
             self._seen.popitem(last=False)
 
-    def put(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
+    def add_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
         """Remember a decline; the oldest rooms are dropped if there are too many."""
         declined = self._by_room.setdefault(room, {})
         self._num_declined += rank not in declined
         declined[rank] = failure
         self._timers.set(DeclineForgotten(room), now + self._open_s)
         while self._num_declined > MAX_DECLINED:
-            self.take(next(iter(self._by_room)))
+            self.take_declines(next(iter(self._by_room)))
 
-    def take(self, room: RoomId) -> dict[RankId, Failure]:
+    def take_declines(self, room: RoomId) -> dict[RankId, Failure]:
         """Remove and return the declines of a room; none if it was not declined."""
         self._timers.clear(DeclineForgotten(room))
         declined = self._by_room.pop(room, {})
@@ -65,4 +65,4 @@ class DeclinedRooms:
         self._num_declined -= len(declined) - len(left)
         self._by_room[room] = left
         if not left:
-            self.take(room)
+            self.take_declines(room)

@@ -246,7 +246,7 @@ class DecodePeers:
         """
         return self._over.get(peer)
 
-    def end(self, peer: PeerId, why: str) -> None:
+    def mark_ended(self, peer: PeerId, why: str) -> None:
         """Note that an incarnation is over, and must not reconnect."""
         self.forget_handshake(peer)
         self._over[peer] = why
@@ -372,7 +372,7 @@ class DecodePeers:
         gone = self._disconnected.pop(known.id.rank, None)
         former = [*forgotten] if gone is None or gone.peer == known.id else [*forgotten, gone.peer]
         for peer in former:
-            self.end(peer, f"a later incarnation of {peer.rank} has connected")
+            self.mark_ended(peer, f"a later incarnation of {peer.rank} has connected")
 
     def remove(self, peer: PeerId, failure: Failure) -> bool:
         """Remove a decode rank, whose requests end with `failure`; return whether it was connected.

@@ -88,7 +88,7 @@ class Window:
         self.num_bytes += cost.num_bytes
         self.num_descriptors += cost.num_descriptors
 
-    def end(self, cost: Cost) -> None:
+    def end_post(self, cost: Cost) -> None:
         """Count a post that has ended; `cost` is what it began with."""
         self.num_posts -= 1
         self.num_bytes -= cost.num_bytes
@@ -204,7 +204,7 @@ class PieceQueue:
             elif (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
                 match turn(entry.piece, bool(pools)):
                     case Turn.TAKEN:
-                        return self._take(peer, line, pools, cost, now)
+                        return self._take_piece(peer, line, pools, cost, now)
                     case Turn.OVER:
                         return None
                 self._deferred.setdefault(peer)
@@ -221,7 +221,7 @@ class PieceQueue:
         self.candidates.move_to_end(peer, last=False)
         return True
 
-    def end(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
+    def end_piece(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
         """Return the credit of a piece from `pop`. The peer returns the remote slot of a posted piece."""
         taken = self._under_way[delivery, seq] if how is PieceEnd.IN_DOUBT else self._under_way.pop((delivery, seq))
         if taken.slots is not None:  # first, so that the peer that has waited longest for the slot gets it
@@ -255,10 +255,12 @@ class PieceQueue:
         self.candidates.setdefault(delivery.peer)
         self._forget_if_empty(delivery.peer)
 
-    def _take(self, peer: PeerId, line: "_DeliveryQueue", pools: tuple[SlotPool, ...], cost: Cost, now: float) -> Piece:
-        piece = self._lanes[peer].take(line, now).piece
+    def _take_piece(
+        self, peer: PeerId, line: "_DeliveryQueue", pools: tuple[SlotPool, ...], cost: Cost, now: float
+    ) -> Piece:
+        piece = self._lanes[peer].take_turn(line, now).piece
         if pools:
-            piece = replace(piece, slots=PieceSlots(*(pool.take() for pool in pools)))
+            piece = replace(piece, slots=PieceSlots(*(pool.take_slot() for pool in pools)))
         self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots)
         self._window(peer).begin(cost)
         self.stop_expecting(peer, 1)
@@ -270,7 +272,7 @@ class PieceQueue:
 
     def _end_post(self, peer: PeerId, charge: Cost) -> None:
         window = self._windows[peer]
-        window.end(charge)
+        window.end_post(charge)
         if window.num_posts == 0:
             del self._windows[peer]
         self.look_again(peer)
@@ -340,7 +342,7 @@ class _Lane:
         self.lines[delivery] = line = _DeliveryQueue(delivery, deque([entry]))
         self._join(line, entry.enqueued_at)
 
-    def take(self, line: _DeliveryQueue, now: float) -> _Entry:
+    def take_turn(self, line: _DeliveryQueue, now: float) -> _Entry:
         self._leave(line)
         entry = line.entries.popleft()
         if line.entries:

@@ -52,8 +52,8 @@ class Requests:
         opened = self._rooms.open(room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
-            effects += self._rooms.serve(opened, peer, self.waiting.take(room, peer), now)
-        declined = self._declined.take(room)
+            effects += self._rooms.serve(opened, peer, self.waiting.take_request(room, peer), now)
+        declined = self._declined.take_declines(room)
         if declined:
             effects += self._rooms.fail(opened, next(iter(declined.values())), now)
             self._note_told(room, declined)
@@ -66,7 +66,7 @@ class Requests:
         told: dict[RankId, None] = {}
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
-            asked = self.waiting.take(room, peer)
+            asked = self.waiting.take_request(room, peer)
             effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
             told[peer.rank] = None
         self._failed.note(room, failure, told)
@@ -76,7 +76,7 @@ class Requests:
         """Refuse all requests that wait for a room."""
         effects: list[PrefillEffect] = []
         for room, peer in self.waiting.all():
-            asked = self.waiting.take(room, peer)
+            asked = self.waiting.take_request(room, peer)
             effects += self._context.refuse(DeliveryId(room, peer, asked.generation), failure)
         return effects
 
@@ -202,12 +202,14 @@ class Requests:
         if room is None:
             failed = self._failed.find(number)
             if was_asked or failed is None or peer.rank in failed.told:  # it knew that the last try has failed
-                self._declined.put(number, peer.rank, failure, now)
+                self._declined.add_decline(number, peer.rank, failure, now)
             self._note_told(number, {peer.rank: failure})
             return []
         delivery = room.deliveries.get(peer.rank)
         if delivery is not None and delivery.id.peer == peer and delivery.id.generation < generation:
-            self._declined.put(number, peer.rank, failure, now)  # it has given up this try, and declines the next
+            self._declined.add_decline(
+                number, peer.rank, failure, now
+            )  # it has given up this try, and declines the next
             return []
         if delivery is not None or peer in room.announced or room.is_of_other_instance(peer.rank):
             return []
@@ -221,8 +223,8 @@ class Requests:
         The decode rank fails them as well. It, or its next incarnation, may ask for them again.
         """
         for number in self.waiting.rooms_of(peer):
-            self.waiting.take(number, peer)
-            self._declined.put(number, peer.rank, failure, now)
+            self.waiting.take_request(number, peer)
+            self._declined.add_decline(number, peer.rank, failure, now)
         return self._rooms.peer_lost(peer, failure, now)
 
     # Timers ----------------------------------------------------------------------------------------------------------
@@ -230,9 +232,9 @@ class Requests:
     def expired(self, key: RoomUnopened | DeclineForgotten) -> list[PrefillEffect]:
         """Handle an expired timer."""
         if isinstance(key, DeclineForgotten):
-            self._declined.take(key.room)
+            self._declined.take_declines(key.room)
             return []
-        asked = self.waiting.take(key.room, key.peer)
+        asked = self.waiting.take_request(key.room, key.peer)
         failure = self._error(FailureReason.UNKNOWN_ROOM, self._unopened(asked))
         return self._context.refuse(DeliveryId(key.room, key.peer, asked.generation), failure)
 
@@ -251,7 +253,7 @@ class Requests:
             return False
         room = self._rooms.rooms.get(delivery_id.room)
         if room is None:
-            self.waiting.take(delivery_id.room, delivery_id.peer)
+            self.waiting.take_request(delivery_id.room, delivery_id.peer)
         else:
             room.withdraw(delivery_id.peer)
         return True
@@ -276,7 +278,7 @@ class Requests:
         taker = self._context.peers.taker(peer)
         has_place = self.waiting.has_place(taker, asked, kept)
         if kept is not None:
-            self.waiting.take(number, peer)
+            self.waiting.take_request(number, peer)
             self._rooms.close_replaced(delivery_id, kept)
         if not has_place:
             limits = self._limits
@@ -285,7 +287,7 @@ class Requests:
                 f"too many grants for rooms that are not open: {len(self.waiting)}, of which {shared} allow a share"
             )
             return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
-        self.waiting.put(number, peer, taker, asked, self._open_by(asked, now))
+        self.waiting.add_request(number, peer, taker, asked, self._open_by(asked, now))
         return []
 
     def _deny(self, delivery_id: DeliveryId, denied: Failure) -> list[PrefillEffect]:

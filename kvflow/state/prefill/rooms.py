@@ -257,7 +257,7 @@ class Rooms:
         for effect in effects:
             match effect:
                 case DropPlan():
-                    self._context.queue.end(plan.delivery, plan.seq, PieceEnd.DROPPED)
+                    self._context.queue.end_piece(plan.delivery, plan.seq, PieceEnd.DROPPED)
                 case PostPlan(notice=notice) if notice.staged is not None:
                     self._context.slots.posted(plan.delivery, plan.seq, notice)
                 case PostPlan():
@@ -276,7 +276,7 @@ class Rooms:
     def plan_failed(self, event: PlanFailed, now: float) -> list[PrefillEffect]:
         """Fail the room of a piece that cannot be planned."""
         self._context.slots.not_posted(event.delivery, event.seq)
-        self._context.queue.end(event.delivery, event.seq, PieceEnd.DROPPED)
+        self._context.queue.end_piece(event.delivery, event.seq, PieceEnd.DROPPED)
         room, delivery = self.find_delivery(event.delivery)
         if room is None or delivery is None:
             unfenced = self.unfenced.find(event.delivery)
@@ -291,7 +291,7 @@ class Rooms:
 
     def post_ended(self, event: PostEnded, now: float) -> list[PrefillEffect]:
         """Note that a post has ended."""
-        self._context.queue.end(event.delivery, event.seq, PieceEnd.ENDED)
+        self._context.queue.end_piece(event.delivery, event.seq, PieceEnd.ENDED)
         self._context.slots.ended(event, now)
         room, delivery = self.find_delivery(event.delivery)
         if room is None or delivery is None:
@@ -312,7 +312,7 @@ class Rooms:
 
     def _release_credit(self, delivery: DeliveryId, seq: int) -> None:
         if not self._context.queue.is_in_doubt(delivery, seq):
-            self._context.queue.end(delivery, seq, PieceEnd.IN_DOUBT)
+            self._context.queue.end_piece(delivery, seq, PieceEnd.IN_DOUBT)
             self._context.slots.in_doubt(delivery, seq)
 
     # Timers ----------------------------------------------------------------------------------------------------------
@@ -375,9 +375,9 @@ class Rooms:
         room.changed.clear()
         self._watch(room, now)
         if room.state.memory is Memory.QUARANTINED:
-            self._quarantine.put(room.room, room.footprint)
+            self._quarantine.add_pages(room.room, room.footprint)
         if room.state.is_safe and not room.state.is_pending:
-            self._end(room)
+            self._end_room(room)
         return effects
 
     def _watch(self, waiting: Room | Delivery, now: float) -> None:
@@ -387,7 +387,7 @@ class Rooms:
             waiting.waits = waits
             waiting.deadlines = self._timers.sync(waiting.deadlines, waiting.deadlines_from(now))
 
-    def _end(self, room: Room) -> None:
+    def _end_room(self, room: Room) -> None:
         del self.rooms[room.room]
         self._by_peer.remove(room.room)
         self._quarantine.remove(room.room)

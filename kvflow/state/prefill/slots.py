@@ -57,7 +57,7 @@ class SlotPool:
         """Whether a slot is in use and will be returned."""
         return self.num_free + self.num_lost < self.num_slots
 
-    def take(self) -> int:
+    def take_slot(self) -> int:
         """Take a free slot; there must be one."""
         return self._free.popleft()
 

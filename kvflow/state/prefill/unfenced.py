@@ -141,7 +141,9 @@ class UnfencedDeliveries:
         while len(self) >= self._limit:
             peer = next(iter(self._gone))
             self.forget_peer(peer)
-            self._peers.end(peer, "writes to this incarnation are no longer tracked, because too many have not ended")
+            self._peers.mark_ended(
+                peer, "writes to this incarnation are no longer tracked, because too many have not ended"
+            )
         return True
 
     def _forget(self, delivery_id: DeliveryId) -> None:

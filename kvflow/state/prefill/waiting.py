@@ -81,7 +81,7 @@ class WaitingRooms:
         """Return whether further page tables of a principal fit its share."""
         return self._bytes.has_place(taker, num_bytes)
 
-    def put(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
+    def add_request(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
         """Keep a request.
 
         Args:
@@ -98,7 +98,7 @@ class WaitingRooms:
         self._bytes.add(taker, _num_bytes(one))
         self._timers.set(RoomUnopened(room, peer), until)
 
-    def take(self, room: RoomId, peer: PeerId) -> Asked:
+    def take_request(self, room: RoomId, peer: PeerId) -> Asked:
         """Remove and return the request of a decode rank for a room."""
         self._timers.clear(RoomUnopened(room, peer))
         self._by_peer.remove((room, peer))

@@ -268,9 +268,9 @@ class Scheduler:
         logger, watch = logging.getLogger("kvflow.engines.sglang"), self.manager._quarantine
         logger.addHandler(handler)
         due = watch._remind_at
-        watch.look(self.manager.rank, self.manager._ends, due)
+        watch.check_pages(self.manager.rank, self.manager._ends, due)
         watch._asked.exception(20)  # has been answered
-        watch.look(self.manager.rank, self.manager._ends, due)
+        watch.check_pages(self.manager.rank, self.manager._ends, due)
         logger.removeHandler(handler)
         watch._look_at = 0.0
         return lines

@@ -24,7 +24,7 @@ def test_poll_does_not_wait_for_an_event_loop_that_is_busy() -> None:
         is_busy.wait()
         watch = QuarantineWatch(None)
         for now in (1.0, 2.5, 4.0):
-            watch.look(rank, held, now)
+            watch.check_pages(rank, held, now)
         assert not blocked.done()
         may_go_on.set()
         blocked.result()

@@ -45,7 +45,7 @@ def test_series_are_filled() -> None:
         stats.data["kvflow_transfer_bytes"].append(2**20)
         stats.note_blocks(held=3, freed=1)
     assert not workers[0].is_empty()
-    sent = workers[0].aggregate(workers[1]).take().data
+    sent = workers[0].aggregate(workers[1]).take_values().data
     assert workers[0].is_empty()
     config = SimpleNamespace(kv_transfer_config=None)
     kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
@@ -60,7 +60,7 @@ def test_series_are_filled() -> None:
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
     assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
     assert not [name for name in found if name.startswith("vllm:nixl")]
-    assert Stats.of(sent).reduce()["Failures"] == "not_granted"
+    assert Stats.from_data(sent).reduce()["Failures"] == "not_granted"
 
 
 def test_what_would_corrupt_caches_is_refused() -> None:

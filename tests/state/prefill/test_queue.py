@@ -49,7 +49,7 @@ def push(queue: PieceQueue, queued: Queued, *, wants_slot: bool = False) -> None
 
 
 def end(queue: PieceQueue, taken: Piece, how: PieceEnd = PieceEnd.ENDED) -> None:
-    queue.end(taken.delivery, taken.seq, how)
+    queue.end_piece(taken.delivery, taken.seq, how)
 
 
 def place(taken: Piece) -> Place:
@@ -487,7 +487,7 @@ def steps_of_a_slot(num_peers: int) -> list[int]:
     under_way = deque(queue._under_way)
 
     def turn() -> None:
-        queue.end(*under_way.popleft(), PieceEnd.ENDED)
+        queue.end_piece(*under_way.popleft(), PieceEnd.ENDED)
         (taken,) = take_all(queue)
         under_way.append((taken.delivery, taken.seq))
 

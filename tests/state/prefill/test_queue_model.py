@@ -92,7 +92,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 100))
     def end(self, which: int) -> None:
         ended = self.under_way.pop(which % len(self.under_way))
-        self.queue.end(ended.delivery, ended.seq, PieceEnd.ENDED)
+        self.queue.end_piece(ended.delivery, ended.seq, PieceEnd.ENDED)
 
     @rule(of=deliveries)
     def drop(self, of: DeliveryId) -> None:

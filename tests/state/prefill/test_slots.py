@@ -384,7 +384,7 @@ def test_a_window_may_be_given_with_a_later_hello() -> None:
 def test_a_pool_knows_whether_a_slot_may_come() -> None:
     pool = SlotPool(2)
     assert (pool.num_free, pool.may_come, pool.is_whole) == (2, False, True)
-    first, second = pool.take(), pool.take()
+    first, second = pool.take_slot(), pool.take_slot()
     assert (pool.num_free, pool.may_come) == (0, True)
     pool.lose(first)
     assert (pool.may_come, pool.num_lost) == (True, 1)

@@ -17,7 +17,7 @@ def test_window_admits_until_bytes_or_descriptors_run_out(of: Callable[[int], Co
     window.begin(of(40))
     assert window.admits(of(0))
     assert not window.admits(of(1))
-    window.end(of(60))
+    window.end_post(of(60))
     assert window.admits(of(60))
 
 
@@ -27,7 +27,7 @@ def test_window_admits_until_posts_run_out() -> None:
     assert window.admits(Cost(1, 1))
     window.begin(Cost(1, 1))
     assert not window.admits(Cost(0, 0))
-    window.end(Cost(1, 1))
+    window.end_post(Cost(1, 1))
     assert window.admits(Cost(0, 0))
 
 
@@ -38,7 +38,7 @@ def test_an_oversized_post_goes_alone(large: Cost) -> None:
     window.begin(large)
     assert window.admits(Cost(0, 0)) is (large.num_bytes <= 100 and large.num_descriptors <= 100)
     assert not window.admits(Cost(100, 100))
-    window.end(large)
+    window.end_post(large)
     window.begin(Cost(1, 1))
     assert not window.admits(large)
 
@@ -50,5 +50,5 @@ def test_what_has_begun_and_ended_leaves_nothing() -> None:
         window.begin(cost)
     assert (window.num_posts, window.num_bytes, window.num_descriptors) == (3, 14, 10)
     for cost in reversed(costs):
-        window.end(cost)
+        window.end_post(cost)
     assert (window.num_posts, window.num_bytes, window.num_descriptors) == (0, 0, 0)

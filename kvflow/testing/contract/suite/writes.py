@@ -197,7 +197,7 @@ async def receive_and_check(target: Endpoint, source: Endpoint) -> None:
     """Receive notices; each contains the number of a slot that must have arrived already."""
     target.backend.watch(active=True)
     while len(target.notices()) < NUM_SLOTS or len(target.ends()) < NUM_SLOTS:
-        for event in await target.take():
+        for event in await target.take_events():
             if isinstance(event, NoticeArrived):
                 start = int(event.payload) * SLOT
                 assert same(source, target, start, start + SLOT)
