@@ -15,6 +15,7 @@ from kvflow.backends.memory import Fabric, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.cli.tasks import open_tasks
 from kvflow.geometry import KVLayout
+from kvflow.rate_limiter import RateLimiter
 from kvflow.stages.context import agent_name
 
 __all__ = ["use_peers"]
@@ -97,6 +98,7 @@ async def use_peers(n: int) -> AsyncGenerator[Act]:
     for number in range(n):
         fabric.join(agent_name(name_of(number)), target)
     async with kvflow.PrefillRank(config, layout, ControlNotices(fabric=fabric)) as rank, AsyncExitStack() as stack:
+        rank._authorizer._hellos = RateLimiter[str](n, n)  # at 256 a second, heartbeats would cost more than Hellos
         deployment = _Deployment(rank, n)
         await deployment.start(stack, layout, PeerMetadata("memory", b"", RegisteredMemory.from_layout(layout)))
         yield deployment.act
