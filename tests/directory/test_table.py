@@ -1,7 +1,7 @@
 """Rules of the registry, with time as a plain number."""
 
-import sys
 import tracemalloc
+from functools import partial
 from typing import Final
 
 import pytest
@@ -11,6 +11,7 @@ from kvflow.errors import RemoteProtocolError
 from kvflow.wire.messages import RegistrationConflict, SealedRecord, SealedRecords
 from tests.directory.answers import Brief, brief
 from tests.directory.records import sealed
+from tests.support.steps import num_steps
 
 LEASE_S: Final = 9.0
 
@@ -280,21 +281,6 @@ def test_claim_of_a_huge_instance_costs_nothing() -> None:
     assert peak < 100_000
 
 
-def num_calls(table: RegistryTable, new: SealedRecord) -> int:
-    """Count the Python calls that one registration takes."""
-    calls = [0]
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        calls[0] += event == "call"
-
-    sys.setprofile(count)
-    try:
-        table.register(new, LEASE_S, b"r", 0.0)
-    finally:
-        sys.setprofile(None)
-    return calls[0]
-
-
 def test_registering_looks_at_no_other_rank() -> None:
     costs = []
     for others in (10, 1_000):
@@ -303,7 +289,8 @@ def test_registering_looks_at_no_other_rank() -> None:
             table.register(sealed(f"other-{number}"), LEASE_S, b"r", 0.0)
             table.register(sealed(engine_rank=number, num_ranks=5_000), LEASE_S, b"r", 0.0)
         table.lookup("prefill", 1.0, b"a", 0.0)
-        costs.append(num_calls(table, sealed(engine_rank=others, num_ranks=5_000)))
+        new = sealed(engine_rank=others, num_ranks=5_000)
+        costs.append(num_steps(partial(table.register, new, LEASE_S, b"r", 0.0)))
     assert costs[0] == costs[1]
 
 

@@ -1,6 +1,7 @@
 """Rooms of a decode rank: notices are counted by engine rank, and pages are released once every rank proved quiet."""
 
 import statistics
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -48,8 +49,8 @@ from tests.support.cores import (
     peer,
     reports,
 )
-from tests.support.lines import lines_of
 from tests.support.receiving import ROOM, Transfer, request
+from tests.support.steps import num_steps
 
 OTHER = peer("prefill", 1)
 GONE = ev.ProbeFinished(PREFILL, is_gone=True)
@@ -114,7 +115,7 @@ def test_a_notice_of_one_rank_looks_at_no_other() -> None:
         core(request())
         transfer = Transfer(core, core.connect(*ranks))
         notices = [ev.NoticeDelivered(transfer.make(rank, 0, (0, 8), num_bytes=16, last=True)) for rank in ranks]
-        costs.append(statistics.median(lines_of(core.core, notice) for notice in notices))
+        costs.append(statistics.median(num_steps(partial(core.core.handle, notice, 0.0)) for notice in notices))
         assert core.core.is_idle
     assert costs[0] == costs[1]
 

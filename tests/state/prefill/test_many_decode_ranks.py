@@ -1,6 +1,7 @@
 """A room for several decode ranks: they succeed together and fail together."""
 
 import statistics
+from functools import partial
 
 import pytest
 
@@ -11,8 +12,8 @@ from kvflow.state import events as ev
 from kvflow.state.effects import PrefillEffect
 from kvflow.wire.messages import Ack, Cancel, Drained, Failed, PeerId
 from tests.support.cores import ABORTED, DECODE, PrefillDriver, connection_of, grant, messages, peer, reports
-from tests.support.lines import lines_of
 from tests.support.sending import ROOM, chunk, delivery, end, pieces
+from tests.support.steps import num_steps
 
 OTHER = peer("decode", 1)
 THIRD = peer("decode", 2)
@@ -116,5 +117,10 @@ def test_an_event_of_one_decode_rank_looks_at_no_other() -> None:
         grants = [ev.MessageArrived(connection_of(to), grant(num_decode_ranks=num_ranks)) for to in peers]
         ends = [ev.PostEnded(delivery(to), 0, None, False) for to in peers]
         acks = [ev.MessageArrived(connection_of(to), Ack(room=ROOM, generation=1)) for to in peers]
-        costs.append([statistics.median(lines_of(core.core, event) for event in kind) for kind in (grants, ends, acks)])
+        costs.append(
+            [
+                statistics.median(num_steps(partial(core.core.handle, event, 0.0)) for event in kind)
+                for kind in (grants, ends, acks)
+            ]
+        )
     assert costs[0] == costs[1]

@@ -1,9 +1,7 @@
 """The order of turns: fair between peers, fair between deliveries of a class, and never beyond a peer's credit."""
 
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -11,7 +9,6 @@ from kvflow.config import NUM_PRIORITIES, Limits, Timeouts
 from kvflow.room import RoomId
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
-from kvflow.state.prefill import queue as queue_module
 from kvflow.state.prefill.deadlines import PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.queue import PieceEnd, PieceQueue, Turn
@@ -21,6 +18,7 @@ from kvflow.wire.messages import PeerId, StagingWindow
 from tests.support.cores import peer
 from tests.support.sending import PEERS, piece
 from tests.support.sending import delivery as delivery_of
+from tests.support.steps import num_steps
 
 Queued = tuple[Piece, float]
 """A piece, and when it is queued."""
@@ -434,28 +432,8 @@ def test_blocked_large_job_is_overtaken_by_a_higher_class_for_a_bounded_time_onl
 # Work --------------------------------------------------------------------------------------------------------------
 
 
-def steps_of(act: Callable[[], object]) -> int:
-    """Return how many lines of the queue's module a call executes."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> object:
-        nonlocal count
-        if frame.f_code.co_filename != queue_module.__file__:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def steps_of_a_turn(num_deliveries: int) -> list[int]:
-    """Return how many lines a few turns of a queue take, including returned credit."""
+    """Return how many steps a few turns of a queue take, including returned credit."""
     every_class = (
         job(delivery(room=room), seq, priority=room % NUM_PRIORITIES)
         for room in range(num_deliveries)
@@ -468,17 +446,16 @@ def steps_of_a_turn(num_deliveries: int) -> list[int]:
         assert taken is not None
         end(queue, taken)
 
-    return [steps_of(turn) for _ in range(20)]
+    return [num_steps(turn) for _ in range(20)]
 
 
 def test_a_turn_costs_the_same_however_many_wait() -> None:
     few, many = steps_of_a_turn(100), steps_of_a_turn(10_000)
-    assert few == many
-    assert max(few) > 10
+    assert max(many) < 1.1 * min(few)
 
 
 def steps_of_a_slot(num_peers: int) -> list[int]:
-    """Return how many lines a few turns take while all peers wait for the only local slot."""
+    """Return how many steps a few turns take while all peers wait for the only local slot."""
     peers = [peer("decode", number) for number in range(num_peers)]
     queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1, peers))
     for to in peers:
@@ -491,10 +468,9 @@ def steps_of_a_slot(num_peers: int) -> list[int]:
         (taken,) = take_all(queue)
         under_way.append((taken.delivery, taken.seq))
 
-    return [steps_of(turn) for _ in range(20)]
+    return [num_steps(turn) for _ in range(20)]
 
 
 def test_a_free_slot_costs_the_same_however_many_peers_wait_for_it() -> None:
     few, many = steps_of_a_slot(30), steps_of_a_slot(300)
-    assert few == many
-    assert max(few) > 10
+    assert max(many) < 1.1 * min(few)
