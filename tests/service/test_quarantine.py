@@ -47,14 +47,14 @@ def watch_core(
 ) -> list[object]:
     """Return a list that collects the matching events from now on."""
     seen: list[object] = []
-    handle: Callable[..., Any] = core.handle
+    handle: Callable[..., Any] = core._handle
 
     def watched(self: PrefillCore | DecodeCore, event: object, now: float) -> object:
         if is_meant(event):
             seen.append(event)
         return handle(self, event, now)
 
-    monkeypatch.setattr(core, "handle", watched)
+    monkeypatch.setattr(core, "_handle", watched)  # the dispatcher has looked `handle` up already
     return seen
 
 
