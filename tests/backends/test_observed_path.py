@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import anyio
 import pytest
 
 from kvflow.backends import create_backend
@@ -60,8 +61,9 @@ async def test_the_path_that_a_transport_takes_is_told_once(
             source.backend.post(number, target.name, target.pieces(source, 0), b"")
             assert (await source.take_end(number)).error is None
 
-        while not lines:  # each check forgets the writes before it
+        while not lines:  # each check forgets the writes before it, and tells nothing while one is under way
             await write()
+            await anyio.sleep(0.05)
         await write()
     (line,) = lines
     assert (line["peer"], line["path"]) == (target.name, path)
