@@ -83,7 +83,7 @@ class UnconnectedRooms:
         return effects
 
     def fail_overdue(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Fail rooms whose deadline has passed, if it is known that they cannot be granted to what is connected."""
+        """Fail rooms whose deadline has passed, if their ticket is stale or other ranks than theirs are connected."""
         instance.fails_at = None
         effects: list[DecodeEffect] = []
         for room, _, fails_at in list(instance.waiting.values()):

@@ -207,9 +207,8 @@ class Requests:
             return []
         delivery = room.deliveries.get(peer.rank)
         if delivery is not None and delivery.id.peer == peer and delivery.id.generation < generation:
-            self._declined.add_decline(
-                number, peer.rank, failure, now
-            )  # it has given up this try, and declines the next
+            # It has given up this try, and declines the next one.
+            self._declined.add_decline(number, peer.rank, failure, now)
             return []
         if delivery is not None or peer in room.announced or room.is_of_other_instance(peer.rank):
             return []
