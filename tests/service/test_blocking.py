@@ -360,9 +360,13 @@ def test_an_engine_may_select() -> None:
         receiver, sender = pair.receive(1), pair.prefill.send(1)
         assert selector.select(0) == []
         sender.finish(TOKENS, PAGES)
+        reported: set[blocking.BlockingSender | blocking.BlockingReceiver] = set()
         while not (receiver.is_settled and sender.is_settled):
-            for key, _ in selector.select(10):
-                assert key.data.completed()
+            ready = selector.select(10)
+            assert ready
+            for key, _ in ready:  # it may find nothing: a change is taken before its wake-up is written
+                reported |= {update.transfer for update in key.data.completed()}
+        assert reported == {receiver, sender}
         for rank in (pair.decode, pair.prefill):
             rank.completed()
         assert selector.select(0) == []
