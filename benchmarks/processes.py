@@ -233,12 +233,14 @@ class ChildProcess(Child):
             os.kill(self._process.pid, number)  # Popen.send_signal would reap the exit code before asyncio does
 
     async def _listen(self) -> None:
-        with anyio.CancelScope(shield=True):  # until the process has ended, which `__aexit__` ensures
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._take_reports)
-                tasks.start_soon(self._take_errors)
-        self._heard.set()
-        self.end()
+        try:
+            with anyio.CancelScope(shield=True):  # until the process has ended, which `__aexit__` ensures
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._take_reports)
+                    tasks.start_soon(self._take_errors)
+        finally:  # an event loop that is closed cancels all tasks, also shielded ones
+            self._heard.set()
+            self.end()
 
     async def _take_reports(self) -> None:
         if self._process.stdout is None:

@@ -129,12 +129,15 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
             created.append(self._create_agent(agent_name, self._delivery))
             return created[0]
 
+        def close() -> None:
+            for agent in created:
+                agent.close(0.0)
+
         try:
             return await owner.call(create)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
-                for agent in await owner.call(created.copy):
-                    owner.submit(functools.partial(agent.close, 0.0))
+                owner.submit(close)
                 await owner.stop()
             if isinstance(error, Exception) and not isinstance(error, BackendError):
                 raise BackendUnavailable(

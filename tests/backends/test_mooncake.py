@@ -1,5 +1,6 @@
 """Behaviour of Mooncake alone: installation, output, the fallback to TCP, and leaks."""
 
+import asyncio
 import gc
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -173,6 +175,29 @@ async def test_opening_can_be_cancelled() -> None:
         with pytest.raises(BackendError):
             await backend.register(make_layout(4096, 1))
     assert not has_thread(name)
+
+
+async def test_an_engine_is_given_back_if_a_task_is_cancelled_while_it_is_borrowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`asyncio.Task.cancel` also reaches a wait that anyio shields."""
+    begun, goes_on = threading.Event(), threading.Event()
+    borrow = mooncake_agent.Agent.borrow_sender
+
+    def borrow_slowly(agent: mooncake_agent.Agent, *args: Any) -> engine.WritingEngine:
+        begun.set()
+        goes_on.wait()
+        return borrow(agent, *args)
+
+    monkeypatch.setattr(mooncake_agent.Agent, "borrow_sender", borrow_slowly)
+    backend = MooncakeBackend()
+    async with open_backend(backend, 4096), open_backend(MooncakeBackend(), 4096) as target:
+        connecting = asyncio.ensure_future(backend.connect(target.name, target.backend.metadata()))
+        await until(begun.is_set)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        goes_on.set()
+        assert not await backend._call(lambda agent: [one for one in agent._engines if one.num_users])
 
 
 async def test_the_owner_sleeps_unless_something_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

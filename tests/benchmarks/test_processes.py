@@ -1,5 +1,6 @@
 """Child processes as seen by their parent."""
 
+import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -136,6 +137,24 @@ async def test_child_is_killed_when_its_block_is_cancelled() -> None:
             scope.cancel()
             await anyio.sleep_forever()
     assert not is_alive(pid)
+
+
+def test_child_is_killed_when_its_event_loop_is_closed() -> None:
+    """Closing cancels all tasks at once, also the one that listens to the child."""
+    ready: list[Report] = []
+
+    async def use() -> None:
+        async with open_child() as child:
+            ready.append(await child.expect("ready"))
+            child.send_signal(signal.SIGSTOP)
+            await anyio.sleep_forever()
+
+    async def leave() -> None:
+        asyncio.ensure_future(use())  # noqa: RUF006 - ends with the event loop
+        await until(lambda: ready)
+
+    asyncio.run(leave())
+    assert not is_alive(ready[0]["pid"])
 
 
 async def test_child_does_not_outlive_whoever_started_it() -> None:

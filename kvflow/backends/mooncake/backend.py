@@ -264,13 +264,21 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
     @asynccontextmanager
     async def _borrowed_sender(self, principal: str, worn_out: WritingEngine | None) -> AsyncIterator[WritingEngine]:
         owner, agent = self._running()
-        with anyio.CancelScope(shield=True):  # a borrowed engine must be given back
-            engine = await self._call(lambda agent: agent.borrow_sender(principal, worn_out))
+        borrowed: list[WritingEngine] = []
+
+        def borrow() -> WritingEngine:
+            borrowed.append(agent.borrow_sender(principal, worn_out))
+            return borrowed[0]
+
+        def give_back() -> None:  # also an engine that was borrowed when nobody waited for it any more
+            for engine in borrowed:
+                agent.give_back(engine)
+
         try:
-            yield engine
+            yield await self._call(lambda _agent: borrow())
         finally:
             if self._owner is owner:
-                owner.submit(functools.partial(agent.give_back, engine))
+                owner.submit(give_back)
 
     async def _contact(
         self, principal: str, engine: WritingEngine, function: Callable[[], Result], *, is_opening: bool = False
