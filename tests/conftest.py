@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import settings
 from hypothesis.errors import StopTest
 
 from kvflow.observe.logs import LOGGER
+from tests.support.distributions import add_ascend
 from tests.support.examples import QUICK, THOROUGH
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes already keep all cores busy; torch's threads would spin
@@ -54,6 +56,12 @@ def no_exception_reaches_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setattr(asyncio.BaseEventLoop, "default_exception_handler", report)
     yield
     assert not reported
+
+
+@pytest.fixture
+def ascend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the transport for Ascend NPUs, which is a distribution of its own."""
+    add_ascend(tmp_path, monkeypatch)
 
 
 @pytest.fixture

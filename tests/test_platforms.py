@@ -15,6 +15,7 @@ from kvflow.cli import main as cli
 from tests.test_docs import DOCUMENTS
 
 ROOT = Path(__file__).parent.parent
+ASCEND = ("examples.ascend.kvflow_ascend", "AscendBackend")
 PAGES = sorted((ROOT / "docs/platforms").glob("*.md"))
 
 BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -50,6 +51,7 @@ def test_builds_of_mooncake_conflict() -> None:
 
 
 @BY_NAME
+@pytest.mark.usefixtures("ascend")
 def test_settings_are_valid(page: Path) -> None:
     for example in blocks(page, "python"):
         scope: dict[str, Any] = {}
@@ -73,7 +75,7 @@ def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_in_the_tables_are_options() -> None:
     """Each name in the first column is an environment variable or an option of a transport."""
-    options = {option for module, backend in BUILT_IN.values() for option in options_of(module, backend)}
+    options = {option for module, backend in [*BUILT_IN.values(), ASCEND] for option in options_of(module, backend)}
     named = {(page.name, name) for page in PAGES for name in named_in_tables(page)}
     assert named
     assert not {(page, name) for page, name in named if name not in options}
@@ -81,7 +83,7 @@ def test_options_in_the_tables_are_options() -> None:
 
 def named_in_tables(page: Path) -> set[str]:
     cells = re.findall(r"^\| (`[^|]*?) \|", page.read_text(), re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", cell)} - set(BUILT_IN)
+    return {name for cell in cells for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", cell)} - {*BUILT_IN, "ascend"}
 
 
 def options_of(module: str, backend: str) -> set[str]:

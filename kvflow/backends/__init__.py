@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 BUILT_IN: Final = {
-    "ascend": ("kvflow.backends.ascend", "AscendBackend"),
     "memory": ("kvflow.backends.memory", "MemoryBackend"),
     "mooncake": ("kvflow.backends.mooncake", "MooncakeBackend"),
     "nixl": ("kvflow.backends.nixl", "NixlBackend"),

@@ -1,4 +1,4 @@
-"""The Ascend backend without an NPU: against a fake library that copies memory, and the real one for its signatures."""
+"""The Ascend transport without an NPU: a fake library that copies memory, and the real one for its signatures."""
 
 import ctypes
 import importlib
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from examples.ascend.kvflow_ascend import ALIGNMENT, AscendBackend
 from kvflow.backends import create_backend
-from kvflow.backends.ascend import ALIGNMENT, AscendBackend
 from kvflow.backends.base import PostEnded
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
 from kvflow.geometry.layout import MemoryRange
@@ -109,7 +109,7 @@ class PretendedBuffer(HostBuffer):
     memory_kind = "VRAM"
 
 
-@pytest.mark.usefixtures("library")
+@pytest.mark.usefixtures("ascend", "library")
 class TestContract(BackendContract):
     """Runs the contract on the fake library."""
 
@@ -201,6 +201,7 @@ async def test_one_process_serves_the_store(library: SimpleNamespace) -> None:
     [{}, {**OPTIONS, "role": "Both"}, {**OPTIONS, "transport": "PIGEON"}, {**OPTIONS, "store_url": "x"}],
     ids=str,
 )
+@pytest.mark.usefixtures("ascend")
 def test_unusable_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         create_backend("ascend", options)
@@ -209,13 +210,13 @@ def test_unusable_options_are_refused(options: dict[str, object]) -> None:
 async def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "memfabric_hybrid", None)
     async with AscendBackend(**OPTIONS) as backend:
-        with pytest.raises(BackendUnavailable, match=re.escape("kvflow[ascend]")):
+        with pytest.raises(BackendUnavailable, match="install memfabric-hybrid"):
             await open_bare(backend)
 
 
 PROGRAM = f"""
 import anyio
-from kvflow.backends.ascend import AscendBackend
+from examples.ascend.kvflow_ascend import AscendBackend
 from kvflow.errors import BackendUnavailable
 
 async def main():

@@ -59,5 +59,5 @@ def test_the_table_says_what_the_transports_say_of_themselves(column: int) -> No
     assert set(always.split(", ")) == capabilities.memory_kinds
 
 
-def test_the_table_has_every_transport_that_is_not_experimental() -> None:
-    assert {name.strip("`") for name in rows()[""]} == set(BUILT_IN) - {"ascend"}
+def test_the_table_has_every_transport() -> None:
+    assert {name.strip("`") for name in rows()[""]} == set(BUILT_IN)

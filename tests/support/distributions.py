@@ -4,10 +4,15 @@ import base64
 import hashlib
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
-__all__ = ["build_wheel", "install", "unpack"]
+import pytest
+
+__all__ = ["add_ascend", "build_wheel", "install", "unpack"]
+
+ASCEND = Path(__file__).parents[2] / "examples/ascend"
 
 
 def build_wheel(folder: Path, name: str, modules: dict[str, str], entry_points: dict[str, str]) -> Path:
@@ -50,3 +55,13 @@ def install(wheel: Path, site: Path) -> None:
     """Install a wheel into a folder with pip."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, timeout=50)
+
+
+def add_ascend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the distribution in examples/ascend until the test ends."""
+    project = tomllib.loads((ASCEND / "pyproject.toml").read_text())["project"]
+    modules = {"kvflow_ascend.py": (ASCEND / "kvflow_ascend.py").read_text()}
+    site = folder / "ascend-site"
+    unpack(build_wheel(folder, "kvflow_ascend", modules, project["entry-points"]["kvflow.backends"]), site)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "kvflow_ascend", raising=False)

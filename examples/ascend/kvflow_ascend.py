@@ -268,7 +268,7 @@ def _import_library() -> ModuleType:
         library = importlib.import_module("memfabric_hybrid")
     except (ImportError, OSError) as error:
         raise BackendUnavailable(
-            "memfabric-hybrid is not installed or does not load; install kvflow[ascend]", detail=str(error)
+            "memfabric-hybrid is not installed or does not load; install memfabric-hybrid", detail=str(error)
         ) from error
     library.set_extern_logger(_log)
     return library
