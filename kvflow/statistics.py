@@ -90,29 +90,13 @@ class RankStatistics(NamedTuple):
         cls, counts: CoreCounts, posts: PostCounts, anomalies: AnomalyLog, times: StageTimes, loop_lag: Duration
     ) -> Self:
         """Put together the counters of the parts of a rank."""
+        found = counts._asdict() | posts._asdict()
+        staging = StagingStatistics(**{name: found.pop(name) for name in StagingStatistics._fields})
         return cls(
-            rooms=counts.rooms,
-            quarantined=counts.quarantined,
-            quarantined_pages=counts.quarantined_pages,
-            quarantined_bytes=counts.quarantined_bytes,
-            announced=counts.announced,
-            waiting_grants=counts.waiting_grants,
-            queued_chunks=counts.queued_chunks,
-            posted=posts.posted,
-            timers=counts.timers,
-            peers=counts.peers,
+            **found,
             anomalies=dict(anomalies.counts),
             postponed=dict(anomalies.postponed),
             times=times,
             loop_lag=dataclasses.replace(loop_lag),
-            staging=StagingStatistics(
-                packed_posts=posts.packed_posts,
-                packed_bytes=posts.packed_bytes,
-                direct_posts=posts.direct_posts,
-                direct_bytes=posts.direct_bytes,
-                slots_taken=counts.slots_taken,
-                slots_lost=counts.slots_lost,
-                windows_taken=counts.windows_taken,
-                windows_free=counts.windows_free,
-            ),
+            staging=staging,
         )

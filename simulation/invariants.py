@@ -9,7 +9,7 @@ from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.decode.room import Room as DecodeRoom
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.prefill.delivery import STANDING
+from kvflow.state.prefill.delivery import STANDING, Delivery
 from kvflow.state.prefill.room import Room as PrefillRoom
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.tables import Memory, Outcome, RankState, RequestState, TransferState
@@ -82,11 +82,19 @@ def _check_prefill(core: PrefillCore) -> None:
             _require(delivery.now_waits == delivery.waits, "timers of a delivery are not up to date", room=number)
             if delivery.state.is_safe:
                 _require(not delivery.has_posts, "safe delivery with a running post", delivery=delivery.id)
-            _require(delivery.has_tail, "a piece is under way before one that waits", delivery=delivery.id)
+            _require(_has_tail(delivery), "a piece is under way before one that waits", delivery=delivery.id)
             if not room.state.is_pending:
                 _require(not delivery.state.is_pending, "room has ended, delivery has not", delivery=delivery.id)
     if not rooms.rooms and not rooms.unfenced:
         _require(len(core.queue) == 0, "pieces wait for no room", pieces=len(core.queue))
+
+
+def _has_tail(delivery: Delivery) -> bool:
+    """Return whether the waiting pieces come after all others, so that they can be dropped."""
+    begun = [*delivery._planned, *delivery._posted, *(notice.seq for notice in delivery._written)]
+    numbers = sorted(begun) + list(delivery._unposted)
+    is_gapless = numbers == list(range(delivery._next_seq))
+    return numbers == sorted(numbers) and (is_gapless or not delivery.state.is_pending)
 
 
 def _check_announced(core: PrefillCore, room: PrefillRoom) -> None:

@@ -42,9 +42,9 @@ from kvflow.control.sockets import (
 from kvflow.control.tcp import Tcp, accept_connects, has_arrivals, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.hosts import host_towards
-from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
+from kvflow.ports import OnKindRefused, ignore_kind_refused
 from kvflow.resources import check_shortage, descriptors, find_shortage
-from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, ClientKeys, Trust
+from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, Trust
 from kvflow.wire.codec import MAX_REQUEST_BYTES
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
@@ -78,86 +78,8 @@ KEEPALIVE_S: Final = 60
 """Silence after which the kernel sends TCP keepalive probes, for peers that have not even sent a heartbeat."""
 
 
-class ZmqControl:
-    """Control sockets over TCP, see `kvflow.ports.ControlChannel`."""
-
-    def reserve(self) -> None:
-        """Start libzmq's threads, and fill the reserve of descriptors.
-
-        Raises:
-            Shortage: This process cannot have them.
-        """
-        sockets.start()
-        descriptors.fill()
-
-    def listen(
-        self,
-        bind: str,
-        advertise: str | None,
-        on_message: Callable[[bytes, Sequence[bytes]], None],
-        *,
-        trust: Trust = PLAIN,
-        on_refused: OnKindRefused = ignore_kind_refused,
-    ) -> "ZmqListener":
-        """Bind a socket.
-
-        Raises:
-            ConfigError: The address is malformed or cannot be bound, or the host to advertise is invalid.
-            Shortage: This process lacks descriptors or threads.
-        """
-        return ZmqListener(bind, advertise, on_message, trust, on_refused)
-
-    def connect(
-        self,
-        endpoint: str,
-        on_message: Callable[[Sequence[bytes]], None],
-        on_lost: Callable[[], None],
-        *,
-        keys: ClientKeys | None = None,
-        on_refused: OnRefused = ignore_refusal,
-        on_obstacle: OnObstacle = ignore_obstacle,
-    ) -> "ZmqConnection":
-        """Connect to a listener.
-
-        Raises:
-            ConfigError: The address is malformed.
-            Shortage: This process has no descriptors left.
-        """
-        return ZmqConnection(endpoint, on_message, on_lost, keys, on_refused, on_obstacle)
-
-    async def host_towards(self, endpoint: str) -> str | None:
-        """Return this host's address on the route to an endpoint, or None. Sends nothing."""
-        return await host_towards(endpoint)
-
-    async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Return whether the host refuses connections to an address.
-
-        No answer counts as False: the host may be down or unreachable, or the process may hang.
-
-        Raises:
-            ConfigError: The address is malformed.
-        """
-        host, port = split_address("endpoint", endpoint)
-        with anyio.move_on_after(timeout_s):
-            try:
-                stream = await anyio.connect_tcp(host, port)
-            except OSError as error:
-                return _is_refusal(error.__cause__)
-            except Exception:  # noqa: BLE001 - any other error is not a refusal; the address comes from a peer
-                return False
-            await stream.aclose()
-        return False
-
-
-def _is_refusal(cause: BaseException | None) -> bool:
-    """Return whether every address of the host refused the connection."""
-    if isinstance(cause, BaseExceptionGroup):
-        return all(_is_refusal(part) for part in cause.exceptions)
-    return isinstance(cause, ConnectionRefusedError)
-
-
 class ZmqListener:
-    """A bound ROUTER socket, see `kvflow.ports.Listener`.
+    """A bound ROUTER socket, see `kvflow.ports.Listener` and `kvflow.ports.ControlChannel.listen`.
 
     With keys, the name of a connection begins with the principal of the peer. So peers that choose the same name still
     have different connections.
@@ -171,8 +93,9 @@ class ZmqListener:
         bind: str,
         advertise: str | None,
         on_message: Callable[[bytes, Sequence[bytes]], None],
-        trust: Trust,
-        on_refused: OnKindRefused,
+        *,
+        trust: Trust = PLAIN,
+        on_refused: OnKindRefused = ignore_kind_refused,
     ) -> None:
         check_bind(bind, advertise)
         try:
@@ -433,6 +356,49 @@ class ZmqListener:
             self._authenticator.close()
         if not keep_port:
             ports.close(self._port_fd)
+
+
+class ZmqControl:
+    """Control sockets over TCP, see `kvflow.ports.ControlChannel`."""
+
+    listen = ZmqListener
+    connect = ZmqConnection
+    host_towards = staticmethod(host_towards)
+
+    def reserve(self) -> None:
+        """Start libzmq's threads, and fill the reserve of descriptors.
+
+        Raises:
+            Shortage: This process cannot have them.
+        """
+        sockets.start()
+        descriptors.fill()
+
+    async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
+        """Return whether the host refuses connections to an address.
+
+        No answer counts as False: the host may be down or unreachable, or the process may hang.
+
+        Raises:
+            ConfigError: The address is malformed.
+        """
+        host, port = split_address("endpoint", endpoint)
+        with anyio.move_on_after(timeout_s):
+            try:
+                stream = await anyio.connect_tcp(host, port)
+            except OSError as error:
+                return _is_refusal(error.__cause__)
+            except Exception:  # noqa: BLE001 - any other error is not a refusal; the address comes from a peer
+                return False
+            await stream.aclose()
+        return False
+
+
+def _is_refusal(cause: BaseException | None) -> bool:
+    """Return whether every address of the host refused the connection."""
+    if isinstance(cause, BaseExceptionGroup):
+        return all(_is_refusal(part) for part in cause.exceptions)
+    return isinstance(cause, ConnectionRefusedError)
 
 
 def _bind(host: str, port: int) -> tuple[int, int, str, int]:

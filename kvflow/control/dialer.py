@@ -36,7 +36,7 @@ from kvflow.control.sockets import (
 )
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
-from kvflow.ports import OnObstacle, OnRefused
+from kvflow.ports import OnObstacle, OnRefused, ignore_obstacle, ignore_refusal
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
 
@@ -204,26 +204,13 @@ class _DialedSocket:
 
 
 class ZmqConnection:
-    """A connection to one listener, see `kvflow.ports.Connection`.
+    """A connection to one listener, see `kvflow.ports.Connection` and `kvflow.ports.ControlChannel.connect`.
 
     libzmq resolves a host name again for each attempt, but only to addresses of one family. If a name has both, IPv4 is
     used, as by listeners; a worker thread finds out which families it has.
 
     If the listener may have any of several keys, each is tried in turn. Messages sent while disconnected are queued in
     this object.
-
-    Args:
-        endpoint: "tcp://host:port".
-        on_message: Called with the frames of a message.
-        on_lost: Called whenever an established connection breaks.
-        keys: Keys to use; None for a plain connection.
-        on_refused: Called with the reason if either end rejects the other.
-        on_obstacle: Called with the reason why there is no connection; empty once there is one. And with whether this
-            process lacks a resource for it.
-
-    Raises:
-        ConfigError: The address is malformed.
-        Shortage: This process has no descriptors left.
     """
 
     def __init__(
@@ -231,9 +218,10 @@ class ZmqConnection:
         endpoint: str,
         on_message: Callable[[Sequence[bytes]], None],
         on_lost: Callable[[], None],
-        keys: ClientKeys | None,
-        on_refused: OnRefused,
-        on_obstacle: OnObstacle,
+        *,
+        keys: ClientKeys | None = None,
+        on_refused: OnRefused = ignore_refusal,
+        on_obstacle: OnObstacle = ignore_obstacle,
     ) -> None:
         self._host, _ = split_address("endpoint", endpoint)
         self._endpoint = endpoint

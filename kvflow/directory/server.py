@@ -102,7 +102,7 @@ class Registry:
             self._directory.close()
             self._listener.close()
             self._listener = None
-            self._log.info("registry_closed", endpoint=self.endpoint, ranks=self._directory.num_ranks)
+            self._log.info("registry_closed", endpoint=self.endpoint, ranks=self._directory.table.num_ranks)
         await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def reload_trust(self, trust: Trust | None = None) -> None:

@@ -90,11 +90,6 @@ class DirectoryService:
             self.table.changes.clear()
         self._alarm = Alarm(self.table.timers.next, self._expire, now)
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of registered ranks."""
-        return self.table.num_ranks
-
     def is_too_much(self, connection: bytes, unread: Unread) -> bool:
         """Return whether a message exceeds its sender's budget, in which case it is counted and must be ignored."""
         if unread.kind is not SealedRegister:
@@ -188,7 +183,7 @@ class DirectoryService:
         """Tell a rank that its share of the table is used up. It may be honest, and registers again."""
         answerer = self._own.peer if self._own is not None else REGISTRY
         most = f"at most {MAX_RANKS} with {MAX_BYTES} bytes are kept, of which one principal has a share"
-        detail = f"too many ranks are registered: {self.num_ranks}; {most}"
+        detail = f"too many ranks are registered: {self.table.num_ranks}; {most}"
         self._anomalies.log(logging.WARNING, "registry_full", {"peer": str(peer), "detail": detail})
         self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
 

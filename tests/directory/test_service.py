@@ -365,7 +365,7 @@ async def test_records_that_are_too_long_for_an_answer_are_said_to_be_so(monkeyp
     monkeypatch.setattr(service, "MAX_RECORDS_BYTES", 100)
     async with Registry() as registry:
         with client_of(registry.endpoint, record()), closing(Client(registry.endpoint)) as asker:
-            await until(lambda: registry._directory.num_ranks)
+            await until(lambda: registry._directory.table.num_ranks)
             answer = await ask(asker, Lookup(instance="prefill", timeout_s=9.0, number=5))
         assert answer == Records(instance="prefill", records=(), number=5)
         assert registry._anomalies.counts["answer_too_long"] == 1

@@ -228,7 +228,7 @@ def left_open(driver: PrefillDriver | DecodeDriver) -> int:
     core = driver.core
     count = len(core.rooms.rooms) + len(core.quarantine)
     if isinstance(core, PrefillCore):
-        count += len(core.requests.waiting) + len(core.rooms.unfenced) + core.queue.num_under_way + len(core.queue)
+        count += len(core.requests.waiting) + len(core.rooms.unfenced) + len(core.queue._under_way) + len(core.queue)
     return count
 
 

@@ -37,40 +37,35 @@ def may_use_rdma(environment: Mapping[str, str] = os.environ, devices: Path = RD
         environment: Environment variables that UCX reads.
         devices: Directory in which the kernel lists RDMA devices.
     """
-    transports = {name.strip() for name in environment.get("UCX_TLS", "all").split(",")}
-    return not transports <= SEEN and devices.is_dir() and any(devices.iterdir())
+    return not _transports(environment) <= SEEN and devices.is_dir() and any(devices.iterdir())
 
 
-def describe_paths(plugin: str, environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES) -> str:
-    """Return the paths among which UCX chooses, for the log.
-
-    Args:
-        plugin: NIXL plugin.
-        environment: Environment variables that UCX reads.
-        devices: Directory in which the kernel lists RDMA devices.
-    """
-    paths = paths_besides_tcp(plugin, environment, devices)
+def describe_paths(plugin: str) -> str:
+    """Return the paths among which UCX chooses, for the log."""
+    paths = paths_besides_tcp(plugin)
     if plugin != "UCX":
         return ", ".join(paths)
-    chosen = {name.strip() for name in environment.get("UCX_TLS", "all").split(",")}
+    chosen = _transports(os.environ)
     if chosen & {"tcp", "all"} or any(name.startswith("^") for name in chosen):
         paths.append("TCP")
-    settings = [f"{name}={environment[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in environment]
+    settings = [f"{name}={os.environ[name]}" for name in ("UCX_TLS", "UCX_NET_DEVICES") if name in os.environ]
     return ", ".join(paths) + (f" ({', '.join(settings)})" if settings else "")
 
 
-def paths_besides_tcp(
-    plugin: str, environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES
-) -> list[str]:
+def paths_besides_tcp(plugin: str) -> list[str]:
     """Return those of the paths of `describe_paths` that are not TCP."""
     if plugin != "UCX":
         return [plugin]
     paths = []
-    if {name.strip() for name in environment.get("UCX_TLS", "all").split(",")} != {"tcp"}:
+    if _transports(os.environ) != {"tcp"}:
         paths.append("shared memory within the host")
-    if may_use_rdma(environment, devices):
-        paths.append(f"RDMA over {', '.join(sorted(device.name for device in devices.iterdir()))}")
+    if may_use_rdma():
+        paths.append(f"RDMA over {', '.join(sorted(device.name for device in RDMA_DEVICES.iterdir()))}")
     return paths
+
+
+def _transports(environment: Mapping[str, str]) -> set[str]:
+    return {name.strip() for name in environment.get("UCX_TLS", "all").split(",")}
 
 
 def can_be_seen(

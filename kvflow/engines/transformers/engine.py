@@ -236,11 +236,6 @@ class Engine:
         allocators = self.cache.cache_allocators.items()
         self._held.append((transfer, {name: one.block_table.pop(request_id, []) for name, one in allocators}))
 
-    @property
-    def num_held(self) -> int:
-        """Number of requests whose blocks are held."""
-        return len(self._held)
-
     def _give_back_safe(self) -> None:
         held, self._held = self._held, []
         for transfer, blocks in held:

@@ -203,13 +203,6 @@ class Delivery:
         return any(notice.staged is None for notice in self._posted.values())
 
     @property
-    def has_tail(self) -> bool:
-        """Whether the waiting pieces come after all others, so that they can be dropped."""
-        begun = [*self._planned, *self._posted, *(notice.seq for notice in self._written)]
-        numbers = sorted(begun) + list(self._unposted)
-        return numbers == sorted(numbers) and (not self.state.is_pending or numbers == list(range(self._next_seq)))
-
-    @property
     def posted(self) -> tuple[int, ...]:
         """Numbers of the pieces whose posts are not known to have ended."""
         return tuple(self._posted)

@@ -151,11 +151,6 @@ class PieceQueue:
         """Return the number of waiting pieces, whatever they wait for."""
         return sum(self._num_waiting.values())
 
-    @property
-    def num_under_way(self) -> int:
-        """Number of pieces that were taken and have not ended."""
-        return len(self._under_way)
-
     def has_capacity(self, peers: Iterable[PeerId]) -> bool:
         """Return whether each of these peers has fewer waiting pieces than allowed."""
         waiting = self._num_waiting

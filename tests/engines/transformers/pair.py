@@ -146,7 +146,7 @@ class Pair(AdapterUnderTest):
     def used_pages(self, side: SideName) -> int:
         engine = self.end(side).engine
         tables = sum(len(one.block_table) for one in engine.cache.cache_allocators.values())
-        return tables + engine.num_held
+        return tables + len(engine._held)
 
     @override
     def spoil(self) -> None:

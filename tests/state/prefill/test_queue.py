@@ -190,7 +190,7 @@ def test_slots_of_a_piece_that_goes_directly_are_free_for_the_next_one() -> None
     assert second.slots == first.slots
     end(queue, first)
     end(queue, second)
-    assert queue.num_under_way == 0
+    assert len(queue._under_way) == 0
 
 
 @pytest.mark.parametrize("how", PieceEnd)

@@ -123,7 +123,7 @@ class QueueMachine(RuleBasedStateMachine):
             if self.under_way:
                 self.end(0)
         assert (len(self.queue), self.queue._lanes, self.queue._windows) == (0, {}, {})
-        assert (self.queue._num_waiting, self.queue.num_under_way) == ({}, 0)
+        assert (self.queue._num_waiting, len(self.queue._under_way)) == ({}, 0)
 
     def take(self, taken: Piece) -> None:
         """Record a turn and the deliveries that waited meanwhile."""

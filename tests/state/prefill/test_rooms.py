@@ -199,7 +199,7 @@ def test_abort_waits_for_what_is_posted_and_posts_nothing_more() -> None:
     assert [receiver for receiver, _ in messages(effects, Drained)] == [DECODE]
     assert reports(effects) == [("aborted", "safe")]
     assert posted(effects) == []
-    assert core.core.queue.num_under_way == len(core.core.queue) == 0
+    assert len(core.core.queue._under_way) == len(core.core.queue) == 0
 
 
 def test_cancel_is_answered_with_drained_after_the_last_post(granted: PrefillDriver) -> None:
@@ -638,7 +638,7 @@ def test_the_end_of_a_post_of_a_former_incarnation_is_only_counted(granted: Pref
     granted.connect(again)
     granted.hear(again, Ping(peer=again))
     assert anomalies(end(granted, 0)) == ["end_of_unknown_post"]
-    assert granted.core.queue.num_under_way == 0
+    assert len(granted.core.queue._under_way) == 0
 
 
 @pytest.mark.parametrize("is_restarted", [True, False], ids=["restarted", "said goodbye"])

@@ -140,7 +140,7 @@ def test_a_plan_that_nobody_wants_any_more_is_dropped_and_gives_its_credit_back(
     effects = core.hear(DECODE, Cancel(room=ROOM, generation=1, failure=ABORTED))
     assert len(messages(effects, Drained)) == 1, "nothing was posted"
     assert core(ev.PlanFinished(DELIVERY, 0)) == [DropPlan(DELIVERY, 0)]
-    assert core.core.queue.num_under_way == len(core.core.queue) == 0
+    assert len(core.core.queue._under_way) == len(core.core.queue) == 0
 
 
 def test_a_plan_that_is_finished_after_its_decode_rank_left_is_dropped() -> None:
@@ -149,7 +149,7 @@ def test_a_plan_that_is_finished_after_its_decode_rank_left_is_dropped() -> None
     core.sleep(10.0)
     assert DECODE not in core.core.peers
     assert core(ev.PlanFinished(DELIVERY, 0)) == [DropPlan(DELIVERY, 0)]
-    assert core.core.queue.num_under_way == 0
+    assert len(core.core.queue._under_way) == 0
 
 
 def test_a_plan_that_fails_after_its_room_has_ended_changes_nothing() -> None:
@@ -157,7 +157,7 @@ def test_a_plan_that_fails_after_its_room_has_ended_changes_nothing() -> None:
     core(chunk(0, 2))
     core(ev.SendAborted(ROOM, ABORTED))
     assert core(ev.PlanFailed(DELIVERY, 0, BROKEN)) == []
-    assert core.core.queue.num_under_way == 0
+    assert len(core.core.queue._under_way) == 0
 
 
 # Plans on the event loop ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_piece_that_cannot_be_planned_fails_its_room_though_it_counts_as_poste
     ((_, failed), *_) = messages(effects, Failed)
     assert isinstance(failed, Failed)
     assert failed.failure == BROKEN
-    assert core.core.queue.num_under_way == 0
+    assert len(core.core.queue._under_way) == 0
     assert core.core.is_idle
 
 
