@@ -11,7 +11,7 @@ import numpy as np
 import kvflow
 from benchmarks.limits_worker import PATIENCE_S, StandInOptions, name_of
 from benchmarks.processes import ChildProcess
-from kvflow.backends.memory import Fabric, MemoryBackend
+from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.cli.tasks import open_tasks
 from kvflow.geometry import KVLayout
@@ -91,15 +91,16 @@ async def use_peers(n: int) -> AsyncGenerator[Act]:
     timeouts = kvflow.Timeouts(grant_s=PATIENCE_S, transfer_s=PATIENCE_S, progress_s=PATIENCE_S)
     limits = kvflow.Limits(peers=2 * n)  # without keys, all of them are one principal, which has half
     config = kvflow.PrefillConfig(instance="prefill", backend="memory", limits=limits, timeouts=timeouts)
-    fabric = Fabric()
-    target = MemoryBackend(fabric=fabric)
+    target = MemoryBackend()
     await target.open("target", lambda _events: None, lambda _error: None)
     await target.register(layout)
-    for number in range(n):
-        fabric.join(agent_name(name_of(number)), target)
-    async with kvflow.PrefillRank(config, layout, ControlNotices(fabric=fabric)) as rank, AsyncExitStack() as stack:
+    names = [agent_name(name_of(number)) for number in range(n)]
+    ENDPOINTS.update(dict.fromkeys(names, target))
+    async with kvflow.PrefillRank(config, layout, ControlNotices()) as rank, AsyncExitStack() as stack:
         rank._authorizer._hellos = RateLimiter[str](n, n)  # at 256 a second, heartbeats would cost more than Hellos
         deployment = _Deployment(rank, n)
         await deployment.start(stack, layout, PeerMetadata("memory", b"", RegisteredMemory.from_layout(layout)))
         yield deployment.act
     await target.aclose()
+    for name in names:
+        del ENDPOINTS[name]

@@ -1,24 +1,20 @@
-"""A transport inside one process: it copies memory, needs no hardware, and can inject faults.
+"""A transport inside one process: it copies memory, and needs no hardware.
 
-It covers everything that a transport can do, including in-band notices and posts in doubt, so an engine integration can
-be tested without any other transport. Both ends must be in one process, on one event loop or on several in different
-threads. Copying is done in turns on the writer's event loop.
+An engine integration can be tested with it, without any other transport. Both ends must be in one process, on one event
+loop or on several in different threads. Copying is done in turns on the writer's event loop.
 """
 
 import asyncio
-import contextlib
 import ctypes
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded, PostInDoubt
+from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded
 from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
@@ -26,7 +22,7 @@ from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["Fabric", "FaultScript", "MappedRange", "MemoryBackend"]
+__all__ = ["MemoryBackend"]
 
 BYTES_PER_TURN: Final = 4 * 2**20
 """Bytes copied in one turn of the event loop."""
@@ -34,130 +30,42 @@ BYTES_PER_TURN: Final = 4 * 2**20
 MAX_WAITING: Final = 1_000_000
 """Maximum number of undelivered events; beyond it, notices are dropped, as with a full receive queue."""
 
-Fault = Literal["fail", "doubt", "lose_notice", "corrupt"]
-"""The post fails, stays in doubt, loses its notice, or corrupts the first byte that it writes."""
-
-
-@dataclass(frozen=True)
-class MappedRange:
-    """Mapping of `length` bytes of real memory at `real` to another address, for example one with bit 63 set."""
-
-    address: int
-    length: int
-    real: int
-
-
-class FaultScript:
-    """Faults to inject, post by post; shared by a test and the backend under test.
-
-    Attributes:
-        plan: Faults for the next posts, in order; None for a post that works.
-        posted: Posts that were started, in order, as (peer, number of bytes).
-    """
-
-    def __init__(self, plan: Iterable[Fault | None] = ()) -> None:
-        self.plan: deque[Fault | None] = deque(plan)
-        self.posted: list[tuple[str, int]] = []
-        self.is_holding = False
-        self._wake: list[Callable[[], None]] = []
-
-    def hold(self) -> None:
-        """Let posts start, but copy nothing until `release`."""
-        self.is_holding = True
-
-    def release(self) -> None:
-        """Copy the held posts. Can be called from any thread."""
-        self.is_holding = False
-        for wake in self._wake:
-            wake()
-
-    def attach(self, wake: Callable[[], None]) -> None:
-        """Register a function that `release` calls."""
-        self._wake.append(wake)
-
-    def next(self, peer: str, num_bytes: int) -> Fault | None:
-        """Record a post, and return the fault to inject into it."""
-        self.posted.append((peer, num_bytes))
-        return self.plan.popleft() if self.plan else None
-
-
-class Fabric:
-    """A set of endpoints that can reach each other."""
-
-    def __init__(self) -> None:
-        self._endpoints: dict[str, MemoryBackend] = {}
-        self._lock = threading.Lock()
-
-    def join(self, name: str, endpoint: "MemoryBackend") -> None:
-        """Make an endpoint reachable."""
-        with self._lock:
-            self._endpoints[name] = endpoint
-
-    def leave(self, name: str) -> None:
-        """Make an endpoint unreachable."""
-        with self._lock:
-            self._endpoints.pop(name, None)
-
-    def find(self, name: str) -> "MemoryBackend | None":
-        """Return the endpoint with this name, or None if it is not reachable."""
-        with self._lock:
-            return self._endpoints.get(name)
-
-
-DEFAULT_FABRIC: Final = Fabric()
+ENDPOINTS: "Final[dict[str, MemoryBackend]]" = {}
+"""The open endpoints of this process, which can all reach each other."""
 
 
 @dataclass
-class _Write:
+class MemoryWrite:
+    """What is left of a post."""
+
     post_id: int
     peer: str
     descriptors: deque[list[int]]
-    first_byte: int
     notice: bytes
-    fault: Fault | None
 
 
 class MemoryBackend(Backend):
-    """A transport that copies memory within the process.
-
-    Args:
-        fabric: The endpoints it can reach; by default all in the process.
-        mapped: Ranges whose addresses are not those of real memory.
-        faults: Faults to inject into this endpoint's posts.
-    """
+    """A transport that copies memory within the process."""
 
     name = "memory"
     capabilities = Capabilities(
         in_band_notices=True, memory_kinds=frozenset({"DRAM"}), ends_with_process=True, descriptor_overhead_s=1e-6
     )
 
-    def __init__(
-        self,
-        *,
-        fabric: Fabric = DEFAULT_FABRIC,
-        mapped: Sequence[MappedRange] = (),
-        faults: FaultScript | None = None,
-    ) -> None:
-        self._fabric = fabric
-        self._mapped = tuple(mapped)
-        self._faults = faults
+    def __init__(self) -> None:
         self._agent_name = ""
         self._memory: RegisteredMemory | None = None
         self._peers: dict[str, PeerMetadata] = {}
-        self._writes: deque[_Write] = deque()
-        self._in_doubt: list[int] = []
+        self._writes: deque[MemoryWrite] = deque()
         self._delivery: EventDelivery | None = None  # None unless open
         self._has_turn = False
 
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._agent_name = agent_name
         self._delivery = EventDelivery(on_events, on_broken)
-        if self._faults is not None:
-            self._faults.attach(lambda: _call_soon(loop, self._take_turn))
-        self._fabric.join(agent_name, self)
+        ENDPOINTS[agent_name] = self
 
     @override
     async def register(self, layout: KVLayout) -> None:
@@ -190,7 +98,7 @@ class MemoryBackend(Backend):
         theirs = PeerMetadata.unpack(metadata, backend=self.name)
         if theirs.agent != peer.encode():
             raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=theirs.agent)
-        target = self._fabric.find(peer)
+        target = ENDPOINTS.get(peer)
         if target is None:
             raise BackendError("peer is not in this process", peer=peer)
         if not target.has_registered(theirs.memory):  # no later check looks at the destination
@@ -210,10 +118,8 @@ class MemoryBackend(Backend):
         theirs.check(descriptors.dst, side="destination")
         self._memory.kind_of(descriptors.src)  # each end must have one memory kind, as in other transports
         theirs.kind_of(descriptors.dst)
-        fault = self._faults.next(peer, descriptors.num_bytes) if self._faults else None
         columns = np.column_stack((descriptors.src[:, 0], descriptors.dst[:, 0], descriptors.src[:, 1]))
-        first_byte = int(descriptors.dst[0, 0])
-        self._writes.append(_Write(post_id, peer, deque(columns.tolist()), first_byte, notice, fault))
+        self._writes.append(MemoryWrite(post_id, peer, deque(columns.tolist()), notice))
         self._schedule_turn()
 
     @override
@@ -225,10 +131,9 @@ class MemoryBackend(Backend):
         delivery, self._delivery = self._delivery, None
         if delivery is None:
             return
-        self._fabric.leave(self._agent_name)
-        stopped = [*self._in_doubt, *(write.post_id for write in self._writes)]
-        self._writes.clear()
-        delivery.deliver_soon([PostEnded(post_id, "stopped by closing the endpoint") for post_id in stopped])
+        ENDPOINTS.pop(self._agent_name, None)
+        stopped, self._writes = self._writes, deque()
+        delivery.deliver_soon([PostEnded(write.post_id, "stopped by closing the endpoint") for write in stopped])
         delivery.close()
 
     def has_registered(self, memory: RegisteredMemory) -> bool:
@@ -250,7 +155,7 @@ class MemoryBackend(Backend):
         """Copy a part of one write, and deliver the resulting events."""
         self._has_turn = False
         delivery = self._delivery
-        if delivery is None or not self._writes or (self._faults is not None and self._faults.is_holding):
+        if delivery is None or not self._writes:
             return
         self._copy(delivery)
         if self._writes:
@@ -260,9 +165,9 @@ class MemoryBackend(Backend):
     def _copy(self, delivery: EventDelivery) -> None:
         """Copy a part of the oldest write, and requeue the rest behind the other writes."""
         write = self._writes.popleft()
-        target = self._fabric.find(write.peer)
-        if write.fault == "fail" or target is None:
-            delivery.deliver_soon([PostEnded(write.post_id, "scripted failure" if target else "peer has left")])
+        target = ENDPOINTS.get(write.peer)
+        if target is None:
+            delivery.deliver_soon([PostEnded(write.post_id, "peer has left")])
             return
         left = BYTES_PER_TURN
         while write.descriptors and left > 0:
@@ -274,26 +179,11 @@ class MemoryBackend(Backend):
         else:
             self._end_write(write, target, delivery)
 
-    def _end_write(self, write: "_Write", target: "MemoryBackend", delivery: EventDelivery) -> None:
-        if write.fault == "doubt":
-            self._in_doubt.append(write.post_id)
-            delivery.deliver_soon([PostInDoubt(write.post_id, "scripted doubt")])
-            return
-        if write.fault == "corrupt":
-            ctypes.c_ubyte.from_address(target.real_address(write.first_byte)).value ^= 0xFF
-        if write.notice and write.fault != "lose_notice":
+    def _end_write(self, write: "MemoryWrite", target: "MemoryBackend", delivery: EventDelivery) -> None:
+        if write.notice:
             target.deliver(write.notice)
         delivery.deliver_soon([PostEnded(write.post_id, None)])
 
     def real_address(self, address: int) -> int:
-        """Return the actual address of a registered address."""
-        for mapped in self._mapped:
-            if mapped.address <= address < mapped.address + mapped.length:
-                return mapped.real + (address - mapped.address)
+        """Return where a registered address really is. Another class may pretend that its memory is elsewhere."""
         return address
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Schedule a call on an event loop from any thread; do nothing if the loop is closed."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(call)

@@ -7,7 +7,6 @@ import torch
 from typing_extensions import override
 
 from kvflow.backends import Backend
-from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.backends.shared import SharedBackend
 from kvflow.testing.buffers import Buffer, HostBuffer
 from kvflow.testing.contract import BackendContract
@@ -19,6 +18,7 @@ from kvflow.testing.contract.suite.peers import PeerContract
 from kvflow.testing.contract.suite.processes import ProcessContract
 from kvflow.testing.contract.suite.ranges import RangeContract
 from kvflow.testing.contract.suite.writes import WriteContract
+from tests.support.faulty_memory import MappedMemoryBackend
 from tests.support.torch_buffers import TorchBuffer
 
 IMPATIENT: Final = {"close_timeout_s": 0.2}
@@ -31,7 +31,7 @@ class TestMemory(BackendContract):
 
     @override
     def new_backend_for(self, buffer: HostBuffer) -> Backend:
-        return MemoryBackend(mapped=[MappedRange(buffer.address, buffer.num_bytes, buffer.real_address)])
+        return MappedMemoryBackend(buffer.address, buffer.num_bytes, buffer.real_address)
 
 
 class TestNixl(BackendContract):

@@ -1,8 +1,9 @@
-"""The in-process transport, and the faults that it can inject."""
+"""The in-process transport, and the faults that tests inject into it."""
 
 import asyncio
-import itertools
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
@@ -11,17 +12,25 @@ import numpy as np
 import pytest
 
 from kvflow.backends.base import PostEnded, PostInDoubt
-from kvflow.backends.memory import BYTES_PER_TURN, Fabric, FaultScript, MemoryBackend
-from kvflow.errors import BackendError
+from kvflow.backends.memory import BYTES_PER_TURN, MemoryBackend
 from tests.backends.endpoints import Endpoint, copies, open_backend, open_endpoints, same
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 
 pytestmark = pytest.mark.anyio
 
 
+@asynccontextmanager
+async def open_faulty(faults: FaultScript) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+    """Open two endpoints, of which the first writes with faults to the other."""
+    faulty = FaultyMemoryBackend(faults=faults)
+    async with open_backend(faulty) as source, open_backend(MemoryBackend(), seed=1) as target:
+        await source.connect(target)
+        yield source, target
+
+
 async def test_faults_hit_the_posts_that_they_are_planned_for() -> None:
     faults = FaultScript(["fail", None, "lose_notice", "doubt"])
-    async with open_backend(MemoryBackend(faults=faults)) as source, open_backend(MemoryBackend(), seed=1) as target:
-        await source.connect(target)
+    async with open_faulty(faults) as (source, target):
         for post_id in range(5):
             source.post(post_id, target, copies(source, target, (post_id * 64,)), b"%d" % post_id)
         await source.take_until(lambda: len(source.events) == 5)
@@ -37,7 +46,7 @@ async def test_faults_hit_the_posts_that_they_are_planned_for() -> None:
 
 
 async def test_a_corrupted_post_succeeds_with_its_first_byte_changed() -> None:
-    async with open_endpoints("memory", options={"faults": FaultScript(["corrupt"])}) as (source, target):
+    async with open_faulty(FaultScript(["corrupt"])) as (source, target):
         source.post(1, target, copies(source, target, (128, 0), 64), b"fine")
         await source.take_ends()
         assert [end.error for end in source.ends()] == [None]
@@ -47,7 +56,7 @@ async def test_a_corrupted_post_succeeds_with_its_first_byte_changed() -> None:
 
 
 async def test_a_post_in_doubt_ends_when_its_endpoint_closes() -> None:
-    async with open_endpoints("memory", options={"faults": FaultScript(["doubt"])}) as (source, target):
+    async with open_faulty(FaultScript(["doubt"])) as (source, target):
         source.post(3, target, copies(source, target), b"never")
         await source.take_until(source.doubts)
         assert not source.ends()
@@ -59,7 +68,7 @@ async def test_a_post_in_doubt_ends_when_its_endpoint_closes() -> None:
 
 async def test_held_posts_move_when_they_are_released() -> None:
     faults = FaultScript()
-    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+    async with open_faulty(faults) as (source, target):
         before = target.memory.copy()
         faults.hold()
         source.post(1, target, copies(source, target), b"late")
@@ -74,7 +83,7 @@ async def test_held_posts_move_when_they_are_released() -> None:
 
 async def test_held_posts_can_be_released_by_another_thread() -> None:
     faults = FaultScript()
-    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+    async with open_faulty(faults) as (source, target):
         for post_id in range(50):
             faults.hold()
             source.post(post_id, target, copies(source, target))
@@ -85,7 +94,7 @@ async def test_held_posts_can_be_released_by_another_thread() -> None:
 
 async def test_closing_stops_held_posts() -> None:
     faults = FaultScript()
-    async with open_endpoints("memory", options={"faults": faults}) as (source, target):
+    async with open_faulty(faults) as (source, target):
         before = target.memory.copy()
         faults.hold()
         for post_id in range(3):
@@ -94,20 +103,6 @@ async def test_closing_stops_held_posts() -> None:
         faults.release()
         assert [(end.post_id, end.error is None) for end in source.ends()] == [(0, False), (1, False), (2, False)]
         assert np.array_equal(target.memory, before)
-
-
-async def test_endpoints_of_other_fabrics_are_out_of_reach() -> None:
-    fabric = Fabric()
-    async with (
-        open_backend(MemoryBackend(fabric=fabric)) as one,
-        open_backend(MemoryBackend(fabric=fabric)) as near,
-        open_backend(MemoryBackend(fabric=Fabric())) as far,
-        open_backend(MemoryBackend()) as default,
-    ):
-        await one.connect(near)
-        for first, second in itertools.permutations((one, far, default), 2):
-            with pytest.raises(BackendError, match="not in this process"):
-                await first.connect(second)
 
 
 async def test_a_post_to_a_peer_that_has_left_fails() -> None:

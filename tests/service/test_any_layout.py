@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import kvflow
 from kvflow.backends.base import Backend
-from kvflow.backends.memory import MappedRange, MemoryBackend
 from kvflow.config import Limits
 from kvflow.geometry.pages import TokenPages
 from kvflow.statistics import StagingStatistics
 from tests.support.examples import examples
+from tests.support.faulty_memory import MappedMemoryBackend
 from tests.support.instances import decode_config, prefill_config
 from tests.support.worlds import Rank, World, worlds
 
@@ -146,4 +146,4 @@ async def receive(world: World, decode: kvflow.DecodeRank, rank: Rank) -> None:
 def transport(backend: str, rank: Rank) -> Backend | None:
     if backend != "memory":
         return None
-    return MemoryBackend(mapped=[MappedRange(rank.base, len(rank.memory), rank.memory.ctypes.data)])
+    return MappedMemoryBackend(rank.base, len(rank.memory), rank.memory.ctypes.data)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 import kvflow
 from kvflow.backends.base import Backend, OnBroken, OnEvents, PostEnded
-from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.control.channel import ZmqControl
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
@@ -20,6 +20,7 @@ from kvflow.geometry.plan import Descriptors
 from kvflow.state.quarantine import ProofKind
 from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch, catch_into
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.instances import (
     BACKENDS,
     QUICK,
@@ -173,7 +174,7 @@ async def test_the_port_of_a_rank_that_has_left_is_refused_unless_bytes_may_stil
         lingering, faults = LingeringBackend(), FaultScript()
         faults.hold()
         kept = await write_and_leave(1, lingering, lambda: lingering.num_ended)
-        given_up = await write_and_leave(2, MemoryBackend(faults=faults), lambda: faults.posted)
+        given_up = await write_and_leave(2, FaultyMemoryBackend(faults=faults), lambda: faults.posted)
         while not await is_refused(given_up, 5.0):  # noqa: ASYNC110 - as in `until`
             await anyio.sleep(0.01)
         assert not await is_refused(kept, 5.0)  # which had longer

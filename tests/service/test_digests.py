@@ -15,7 +15,7 @@ from typing_extensions import override
 import kvflow
 from kvflow import blocking
 from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArrived, OnBroken, OnEvents
-from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, TransferFailed
 from kvflow.geometry.layout import Location, MemoryRange
@@ -23,6 +23,7 @@ from kvflow.state.tables import Memory, Outcome
 from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_of_layers
 from tests.support.examples import examples
 from tests.support.failures import catch, receive_failure, undisturbed
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.instances import BACKENDS, Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -290,7 +291,7 @@ def test_blocking_ranks_compare_too() -> None:
     source, target = make_pool(), make_pool()
     with ExitStack() as stack:
         endpoint = stack.enter_context(registry_in_thread())
-        backend = MemoryBackend(faults=FaultScript(["corrupt", None]))
+        backend = FaultyMemoryBackend(faults=FaultScript(["corrupt", None]))
         prefill = stack.enter_context(blocking.PrefillRank(prefill_config(endpoint), source.layout, backend))
         decode = stack.enter_context(blocking.DecodeRank(decode_config(endpoint), target.layout))
         outcomes = []

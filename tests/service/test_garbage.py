@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvflow.backends.memory import MemoryBackend
+from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import RemoteProtocolError
 from kvflow.geometry import compile_routes
@@ -192,8 +192,7 @@ async def test_notices_from_nobody_count_for_nothing(deployment: Deployment) -> 
         forged = Notice(
             room=1, generation=1, token=0, engine_rank=0, seq=0, ranges={"kv": (0, 8)}, num_bytes=8 * 192, last=True
         )
-        target = rogue._fabric.find(str(decode.me))
-        assert target is not None
+        target = ENDPOINTS[str(decode.me)]
         for payload in (b"junk", encode(forged), encode(Ping(peer=UNKNOWN)), b""):
             target.deliver(payload)
         await until(lambda: decode.statistics().anomalies.get("notice_rejected", 0) == 3)

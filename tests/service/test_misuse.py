@@ -13,13 +13,14 @@ import pytest
 import kvflow
 from kvflow import blocking
 from kvflow.backends import BackendEvent, OnBroken, OnEvents, PostEnded, PostInDoubt
-from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.stages.planning import Planning
 from kvflow.state.tables import Memory, Outcome
 from tests.observe.lines import printed
 from tests.support.failures import catch, catch_into, undisturbed
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.registries import registry_in_thread
 from tests.support.waiting import until
@@ -202,7 +203,7 @@ def blocking_pair() -> Iterator[Pair]:
     faults = FaultScript()
     with ExitStack() as stack:
         endpoint = stack.enter_context(registry_in_thread())
-        prefill = blocking.PrefillRank(prefill_config(endpoint), make_pool().layout, MemoryBackend(faults=faults))
+        prefill = blocking.PrefillRank(prefill_config(endpoint), make_pool().layout, FaultyMemoryBackend(faults=faults))
         decode = blocking.DecodeRank(decode_config(endpoint), make_pool().layout)
         yield Pair(stack.enter_context(prefill), stack.enter_context(decode), faults)
 

@@ -1,5 +1,6 @@
 """Both roles in one process: a prefill and a decode rank on one pool, over one endpoint of the transport."""
 
+import functools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -12,10 +13,11 @@ from typing_extensions import override
 
 import kvflow
 from kvflow import blocking
-from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.backends.memory import MemoryBackend
 from kvflow.config import Limits
 from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError
 from tests.backends.endpoints import copies, open_backend
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.instances import BACKENDS, PAGE_SIZE, anomalies_of, decode_config, make_pool, prefill_config
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
@@ -50,9 +52,9 @@ class Worker:
         return kvflow.DecodeRank(config, self.pool.layout, self.shared)
 
 
-def a_worker(name: str, registry: str, backend: str, options: dict[str, object] | None = None) -> Worker:
+def a_worker(name: str, registry: str, backend: str, shared: kvflow.SharedBackend | None = None) -> Worker:
     pool = make_pool()
-    shared = kvflow.SharedBackend(backend, options)
+    shared = shared or kvflow.SharedBackend(backend)
     worker = Worker(name, registry, pool, shared, backend, None, None)  # type: ignore[arg-type]
     worker.prefill, worker.decode = worker.new_prefill(), worker.new_decode()
     return worker
@@ -61,7 +63,7 @@ def a_worker(name: str, registry: str, backend: str, options: dict[str, object] 
 @asynccontextmanager
 async def workers(backend: str, *names: str, options: dict[str, object] | None = None) -> AsyncIterator[list[Worker]]:
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
-        found = [a_worker(name, registry.endpoint, backend, options) for name in names]
+        found = [a_worker(name, registry.endpoint, backend, kvflow.SharedBackend(backend, options)) for name in names]
         for worker in found:
             await stack.enter_async_context(worker.prefill)
             await stack.enter_async_context(worker.decode)
@@ -173,7 +175,8 @@ async def test_what_has_not_ended_proves_nothing_while_the_agent_lives() -> None
     """A prefill rank closes in the middle of its writes, which the agent continues."""
     faults = FaultScript()
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
-        one = a_worker("one", registry.endpoint, "memory", {"faults": faults})
+        shared = kvflow.SharedBackend(functools.partial(FaultyMemoryBackend, faults=faults))
+        one = a_worker("one", registry.endpoint, "memory", shared)
         one.shared.close_timeout_s = 0.05
         other = a_worker("other", registry.endpoint, "memory")
         for rank in (one.decode, other.decode, other.prefill):

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 import kvflow
 from kvflow.backends.base import Backend
-from kvflow.backends.memory import FaultScript, MemoryBackend
 from kvflow.config import Limits, Timeouts
 from kvflow.geometry import head_range
 from kvflow.statistics import RankStatistics
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
 
@@ -267,7 +267,7 @@ async def deploy(
         deployment = Deployment(registry)
         for rank in range(prefill_tp):
             pool, faults = make_pool(prefill_tp, rank), FaultScript()
-            transport: Backend | None = MemoryBackend(faults=faults) if backend == "memory" else None
+            transport: Backend | None = FaultyMemoryBackend(faults=faults) if backend == "memory" else None
             config = prefill_config(registry.endpoint, rank, prefill_tp, **(common | dict(sending or {})))
             sender = kvflow.PrefillRank(config, pool.layout, transport)
             deployment.prefill.append(await deployment.open(sender, stack))

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvflow.backends import Backend, BackendEvent, OnBroken, OnEvents, PostEnded, PostInDoubt
-from kvflow.backends.memory import FaultScript, MemoryBackend
+from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract import BackendContract
+from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 
 
 class Contract(BackendContract):
@@ -70,7 +71,7 @@ class NeverEnds(Altering):
         return [event for event in events if not isinstance(event, PostEnded)]
 
 
-class DoubtsAfterTheEnd(Altering):
+class DoubtsAfterTheEnd(Altering, FaultyMemoryBackend):
     def __init__(self) -> None:
         super().__init__(faults=FaultScript(["doubt"] * 99))
 
@@ -139,7 +140,7 @@ class NoticesFirst(MemoryBackend):
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
         super().post(post_id, peer, descriptors, b"")
-        target = self._fabric.find(peer)
+        target = ENDPOINTS.get(peer)
         if notice and target is not None:
             target.deliver(notice)
 
@@ -157,7 +158,7 @@ class LosesNotices(MemoryBackend):
         pass
 
 
-class Corrupts(MemoryBackend):
+class Corrupts(FaultyMemoryBackend):
     def __init__(self) -> None:
         super().__init__(faults=FaultScript(["corrupt"] * 99))
 
@@ -175,7 +176,7 @@ class RefusesLate(MemoryBackend):
 class TrustsMetadata(MemoryBackend):
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
-        target = self._fabric.find(peer)
+        target = ENDPOINTS.get(peer)
         if target is None or target._memory is None:
             raise BackendError("peer is not in this process", peer=peer)
         self._peers[peer] = PeerMetadata(self.name, peer.encode(), target._memory)
