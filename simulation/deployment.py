@@ -289,7 +289,7 @@ class Deployment:
             self.oracle.check_windows(str(worker.rank_id), taken)
         elif isinstance(worker, PrefillWorker):
             num_decode = sum(len(one.ranks) for one in self.instances.values() if one.is_decode)
-            remembered = worker.rank._core.slots.num_windows
+            remembered = len(worker.rank._core.slots._windows)
             if remembered > num_decode:
                 raise Violation(f"{worker.process} remembers {remembered} windows of {num_decode} decode ranks")
 

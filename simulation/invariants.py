@@ -60,7 +60,7 @@ def _check_prefill(core: PrefillCore) -> None:
         [room.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
     counts = Counter(delivery.id.peer for delivery in rooms.unfenced)
-    by_peer = rooms.unfenced.counts()
+    by_peer = {peer: len(keys) for peer, keys in rooms.unfenced._by_peer._keys.items()}
     _require(by_peer == counts, "unfenced deliveries are miscounted", counted=by_peer)
     to_gone = sum(count for peer, count in counts.items() if peer not in core.peers)
     _require(rooms.unfenced.num_to_gone == to_gone, "unfenced deliveries to disconnected ranks are miscounted")
@@ -121,15 +121,15 @@ def _check_decode(core: DecodeCore) -> None:
         counts = (
             sum(progress.state is RankState.COMPLETE for progress in ranks),
             sum(progress.state.is_quiet for progress in ranks),
-            sum(progress.num_notices for progress in ranks),
-            sum(progress.num_scattering for progress in ranks),
+            sum(len(progress._notices) for progress in ranks),
+            sum(len(progress._scattering) for progress in ranks),
         )
         counted = (tally.num_complete, tally.num_quiet, tally.num_notices, tally.num_scattering)
         _require(counted == counts, "ranks of a room are counted wrongly", generation=generation)
         if room.state.memory in (Memory.HELD, Memory.DRAINING):
             found = rooms.generations.get(room.room)
             _require(found == generation, "room does not lead to its transfer", generation=generation, found=found)
-    for room in core.instances.waiting:
+    for room in _waiting(core):
         _require(rooms.rooms.get(room.generation) is room, "room that is over waits for a handshake", room=room.room)
     for number, generation in rooms.generations.items():
         _require(generation in rooms.rooms, "room leads nowhere", room=number, generation=generation)
@@ -137,9 +137,14 @@ def _check_decode(core: DecodeCore) -> None:
         _require(generation in rooms.rooms, "announcement of no room", generation=generation)
 
 
+def _waiting(core: DecodeCore) -> list[DecodeRoom]:
+    """Return all rooms that wait for their instance."""
+    return [room for instance in core.instances._instances for room, *_ in instance.waiting.values()]
+
+
 def _check_request(core: DecodeCore, room: DecodeRoom) -> None:
     """Check that a room waits or is served as its request says, and that an announced one needs no memory."""
-    is_waiting = core.instances.is_waiting(room)
+    is_waiting = any(waiting is room for waiting in _waiting(core))
     if not room.state.is_pending:
         _require(not is_waiting, "room that has ended waits for a handshake", room=room.room)
         return

@@ -154,10 +154,6 @@ class BoundRoute(NamedTuple):
             parts.setdefault(self.locations.get(name), {})[name] = tokens
         return list(parts.values())
 
-    def num_bytes(self, component: str, tokens: TokenRange, *, final: bool) -> int:
-        """Return the bytes that a token range of a component takes; 0 if the route does not have it."""
-        return self.expected[component].num_bytes(tokens, final=final) if component in self.expected else 0
-
     def max_descriptors(self, component: str, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
         """Return an upper bound for the descriptors of a plan for `num_tokens` tokens of a component."""
         expected = self.expected.get(component)

@@ -61,11 +61,6 @@ class PackedRuns(NamedTuple):
     memory: UInt64Array
     payload: UInt64Array
 
-    @property
-    def num_bytes(self) -> int:
-        """Total bytes of the runs."""
-        return self.length * len(self.memory)
-
 
 def is_head_major(route: BoundRoute) -> bool:
     """Choose the order for a route: head by head if both sides keep the tokens of a head together."""

@@ -43,11 +43,6 @@ class ByPeer(Generic[Key]):
         """Return whether there are items of a peer."""
         return peer in self._keys
 
-    @property
-    def peers(self) -> list[PeerId]:
-        """The peers that have items."""
-        return list(self._keys)
-
     def keys_of(self, peer: PeerId) -> list[Key]:
         """Return the keys of a peer's items."""
         return list(self._keys.get(peer, ()))

@@ -81,10 +81,6 @@ class Timers(Generic[Key]):
         heap = self._next_heap()
         return heap[0][0] if heap else None
 
-    def due(self) -> list[tuple[float, Key]]:
-        """Return all timers, earliest first."""
-        return [(when, key) for when, _, key in sorted(self._due.values(), key=lambda entry: entry[:2])]
-
     def pop_due(self, now: float) -> Key | None:
         """Remove and return the earliest key that is due at `now`; None if none is."""
         heap = self._next_heap()

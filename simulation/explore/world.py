@@ -243,12 +243,14 @@ class SmallWorld:
 
     def fingerprint(self) -> bytes:
         """Return a digest that is equal for worlds with the same possible futures."""
-        timers = [core.timers.due() for core in (*self.prefill, *self.decode) if core is not None]
+        cores = [core for core in (*self.prefill, *self.decode) if core is not None]
+        due = [sorted(core.timers._due.values(), key=lambda entry: entry[:2]) for core in cores]
+        timers = [[(when, key) for when, _, key in entries] for entries in due]
         held = []
         for core in (*self.prefill, *self.decode):
             if core is not None:
                 held.append((core, core.timers))
-                core.timers = None  # type: ignore[assignment] # covered by `due`, regardless of insertion order
+                core.timers = None  # type: ignore[assignment] # covered by `timers`, regardless of insertion order
         try:
             return fingerprint([self.__dict__ | {"_timers": timers, "_prefill_settings": None}])
         finally:
@@ -780,7 +782,7 @@ def _is_idle(core: PrefillCore | DecodeCore) -> bool:
     has_slots = isinstance(core, PrefillCore) and (
         len(core.slots) or core.counts().slots_taken or core.counts().slots_lost
     )
-    return core.is_idle and not has_slots
+    return not core.rooms.rooms and not has_slots
 
 
 def _piece_of(post: Post) -> PieceId:

@@ -18,7 +18,7 @@ from kvflow.geometry import (
 )
 from kvflow.geometry.ranges import LayerRange
 from tests.support import pools, worlds
-from tests.support.links import chunk_slices, links
+from tests.support.links import bytes_of, chunk_slices, links
 from tests.support.pools import PagedShape, Pool
 
 SHAPE = PagedShape(num_pages=8, page_size=4, heads=(0, 2), head_bytes=8, num_layers=3)
@@ -35,7 +35,7 @@ def test_every_wanted_cell_arrives_and_nothing_else_changes(world: worlds.World)
         for name, component in chunk_slices(world, bound, source, target):
             planned = None if blocks is None else blocks.plan({name: component})
             if planned is not None:
-                assert planned.num_bytes == bound.num_bytes(name, component.tokens, final=component.final)
+                assert planned.num_bytes == bytes_of(bound, name, component.tokens, final=component.final)
             worlds.execute(plan(bound, {name: component}) if planned is None else planned.descriptors(), source, target)
     world.assert_arrived()
 

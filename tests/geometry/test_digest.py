@@ -29,7 +29,7 @@ from kvflow.geometry.digest import BLOCK_BYTES
 from kvflow.geometry.expected import ExpectedBytes
 from kvflow.geometry.ranges import WHOLE
 from tests.support.examples import examples
-from tests.support.links import links
+from tests.support.links import bytes_of, links
 from tests.support.worlds import CellName, Rank, World, execute, worlds
 
 Chunk = tuple[str, tuple[int, int], bool]
@@ -99,7 +99,7 @@ def test_digests_agree_after_a_transfer_and_tell_any_changed_byte(world: World, 
             sent = digest_of(source, written, name, tokens)
             assert digest_of(target, written, name, world.wanted[name]) == sent
             cells = wanted_cells(route, world, target, chunk)
-            assert bool(cells) == bool(bound.num_bytes(name, tokens, final=final))
+            assert bool(cells) == bool(bytes_of(bound, name, tokens, final=final))
             for cell, offset in random.sample(cells, min(len(cells), 3)):
                 at = offset + random.randrange(world.size(cell))
                 target.memory[at] ^= 1 << random.randrange(8)

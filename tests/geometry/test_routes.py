@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import RouteError
 from kvflow.geometry import Component, KVLayout, RegionSlice, Route, TokenShard, bind_route, compile_routes, head_range
+from tests.support.links import bytes_of
 from tests.support.pools import PagedShape, Pool
 
 
@@ -125,7 +126,7 @@ def test_layers_of_equal_geometry_share_a_leg() -> None:
     (first, _) = compile_routes(prefill, decode, decode_rank=0)
     bound = bind_route(first, prefill[0], decode)
     assert len(bound.copy_groups) == 1
-    assert bound.num_bytes("kv", (0, 1), final=True) == 2 * 80 * 2 * 8
+    assert bytes_of(bound, "kv", (0, 1), final=True) == 2 * 80 * 2 * 8
 
 
 def reshaped(layout: KVLayout, *, shard: TokenShard | None = None, kind: str = "paged", **region: object) -> KVLayout:

@@ -36,7 +36,7 @@ def goodbye_is_said_first_and_proofs_after_it_are_dropped(patch: Patch) -> None:
         effects = handle(self, event, now)
         if not isinstance(event, CloseStarted):
             return effects
-        return [*(Reply(peer.connection, Goodbye(peer=self.me)) for peer in self.peers.all()), *effects]
+        return [*(Reply(peer.connection, Goodbye(peer=self.me)) for peer in self.peers._peers.values()), *effects]
 
     def obeyed(self: decode_core.DecodeCore, peer: Any, message: Any, now: float) -> list[DecodeEffect]:
         if isinstance(message, (Drained, Failed)) and peer not in self.peers:

@@ -83,7 +83,7 @@ def test_a_draining_rank_opens_no_room(prefill: PrefillDriver) -> None:
     prefill(DRAIN)
     with pytest.raises(RankDraining):
         prefill(ev.SendOpened(ROOM))
-    assert prefill.core.is_idle
+    assert not prefill.core.rooms.rooms
 
 
 def test_who_waits_for_a_room_is_turned_away_when_the_rank_drains(prefill: PrefillDriver) -> None:
@@ -231,7 +231,7 @@ def test_the_death_of_a_rank_that_left_long_ago_ends_the_quarantine(transfer: Tr
     transfer.core.hear(PREFILL, Goodbye(peer=PREFILL))
     assert reports(transfer.core.sleep(Timeouts().drain_s)) == [("failed", "quarantined")]
     assert gone(transfer) == [("failed", "safe")]
-    assert transfer.core.core.is_idle
+    assert not transfer.core.core.rooms.rooms
 
 
 def test_the_death_of_a_rank_that_has_done_its_part_is_no_failure(transfer: Transfer) -> None:

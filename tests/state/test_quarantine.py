@@ -129,7 +129,7 @@ def test_what_is_released_leaves_nothing_behind() -> None:
     idle = len(decode.core.timers)
     open_and_quarantine(decode, 1, 1)
     decode(ev.QuarantineReleased(1))
-    assert decode.core.is_idle
+    assert not decode.core.rooms.rooms
     assert (len(decode.core.timers), decode.core.quarantine.total) == (idle, NO_MEMORY)
 
 
@@ -148,7 +148,7 @@ def test_quarantine_can_be_released_while_the_rank_closes(decode: DecodeDriver) 
     open_and_quarantine(decode, 1, 1)
     decode(ev.CloseStarted(ABORTED))
     assert reports(decode(ev.QuarantineReleased(1))) == [("aborted", "safe")]
-    assert decode.core.is_idle
+    assert not decode.core.rooms.rooms
 
 
 def test_a_release_does_not_touch_the_next_transfer_of_the_room(decode: DecodeDriver) -> None:
@@ -185,7 +185,7 @@ def test_every_chunk_of_a_room_counts(prefill: PrefillDriver) -> None:
 
 def test_a_released_room_can_be_used_again(prefill: PrefillDriver) -> None:
     assert reports(prefill(ev.QuarantineReleased(ROOM))) == [("failed", "safe")]
-    assert prefill.core.is_idle
+    assert not prefill.core.rooms.rooms
     prefill(ev.SendOpened(ROOM))
     assert posted(prefill(chunk(0, 8, last=True))) == []
     assert posted(prefill.hear(DECODE, grant(generation=2))) == [(0, (0, 8))]
@@ -251,7 +251,7 @@ def test_a_release_of_one_delivery_in_doubt_ends_the_others_that_drain() -> None
     core(chunk(0, 8, last=True))
     core(ev.PostInDoubt(DELIVERY, 0, BROKEN))
     assert reports(core(ev.QuarantineReleased(ROOM))) == [("failed", "safe")]
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
     for to in (DECODE, other):
         assert [receiver for receiver, _ in messages(end(core, 0, delivery(to)), Drained)] == [to]
 

@@ -288,7 +288,7 @@ def test_retransmitting_ends_with_the_deadline_of_the_transfer(written: PrefillD
         written.hear(DECODE, Ping(peer=DECODE))
         effects += written.sleep(STEP_S)
     assert reports(effects) == [("failed", "safe")]
-    assert written.core.is_idle
+    assert not written.core.rooms.rooms
     assert messages(written.sleep(2.0), Notice) == []
 
 

@@ -201,7 +201,7 @@ class PrefillDriver:
         """Let time pass while every peer sends a Ping each second."""
         effects: list[PrefillEffect] = []
         for _ in range(round(seconds)):
-            for other in self.core.peers.all():
+            for other in list(self.core.peers._peers.values()):
                 self.hear(other.id, Ping(peer=other.id))
             effects += self.sleep(1.0)
         return effects
@@ -351,7 +351,7 @@ class DecodeDriver:
         """Let time pass while every connected peer sends a Pong each second."""
         effects: list[DecodeEffect] = []
         for _ in range(round(seconds)):
-            for other in self.core.peers.connected():
+            for other in [peer.id for peer in self.core.peers._peers.values() if peer.is_connected]:
                 effects += self.hear(other, Pong(peer=other))
             effects += self.sleep(1.0)
         return effects

@@ -110,11 +110,6 @@ class DecodeCore:
             windows_free=self.windows.num_windows - self.windows.num_taken,
         )
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no room is open and no page is held."""
-        return not self.rooms.rooms
-
     def missing_proofs(self, key: int) -> list[MissingProof]:
         """Return the missing proofs that nothing can write to the pages of a transfer any more."""
         room = self.rooms.rooms.get(key)

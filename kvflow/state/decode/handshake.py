@@ -375,16 +375,6 @@ class Instances:
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._look_up(instance, now)]
 
-    @property
-    def waiting(self) -> list[Room]:
-        """All rooms that wait for their instance."""
-        return [room for instance in self._instances for room, *_ in instance.waiting.values()]
-
-    def is_waiting(self, room: Room) -> bool:
-        """Return whether a room waits for its instance."""
-        instance = self._instances.at(room.opened.instance)
-        return instance is not None and room.generation in instance.waiting
-
     def is_handshaking(self, peer: PeerId) -> bool:
         """Return whether a rank has an unanswered Hello."""
         instance = self._instances.find_by_peer(peer)

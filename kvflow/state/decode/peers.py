@@ -97,10 +97,6 @@ class PrefillPeers:
         """Return whether the handshake with an instance is done, and all of its ranks are connected."""
         return instance.state is InstanceState.CONNECTED and all(map(self.is_connected, instance.peers))
 
-    def connected(self) -> list[PeerId]:
-        """Return the connected ranks."""
-        return [peer.id for peer in self._peers.values() if peer.is_connected]
-
     def of_rank(self, peer: PeerId) -> list[PeerId]:
         """Return the other known incarnations of the same rank."""
         return [other for other in self._peers if other.rank == peer.rank and other != peer]

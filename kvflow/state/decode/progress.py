@@ -68,16 +68,6 @@ class RankProgress:
         self._mistake: str | None = None
         self._tally = tally
 
-    @property
-    def num_notices(self) -> int:
-        """Notices counted."""
-        return len(self._notices)
-
-    @property
-    def num_scattering(self) -> int:
-        """Notices that will be counted when their pieces have been scattered."""
-        return len(self._scattering)
-
     def apply(self, signal: RankSignal) -> None:
         """Apply a signal to the state table."""
         before, self.state = self.state, RANK[self.state, signal]

@@ -48,11 +48,6 @@ class StagingWindows:
         start = self._settings.address + self._owners[peer] * self._window_bytes
         return StagingWindow(start, self._settings.slot_bytes, self._settings.num_slots)
 
-    def owner(self, address: int) -> PeerId | None:
-        """Return the owner of the window that contains an address."""
-        window = (address - self._settings.address) // self._window_bytes
-        return next((peer for peer, number in self._owners.items() if number == window), None)
-
     def use(self, peer: PeerId) -> None:
         """Note that an incarnation has accepted its Hello: from now on it may be granted pages, and write."""
         if peer in self._owners:

@@ -113,11 +113,6 @@ class PrefillCore:
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no room is open and no page is held."""
-        return not self.rooms.rooms
-
     def counts(self) -> CoreCounts:
         """Count what is open, waits, or is in quarantine."""
         waiting, slots, held = self.requests.waiting, self.local_slots, self.quarantine.total

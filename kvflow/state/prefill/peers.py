@@ -181,10 +181,6 @@ class DecodePeers:
         peer = self._by_connection.get(connection)
         return None if peer is None else self._peers[peer]
 
-    def all(self) -> list[DecodePeer]:
-        """Return all connected decode ranks."""
-        return list(self._peers.values())
-
     def other_incarnation(self, peer: PeerId) -> DecodePeer | None:
         """Find another connected incarnation of the same rank; there is at most one."""
         other = self._by_rank.get(peer.rank)

@@ -134,11 +134,6 @@ class RemoteSlots:
         return sum(len(window.uses) for window in self._windows.values())
 
     @property
-    def num_windows(self) -> int:
-        """Number of known windows."""
-        return len(self._windows)
-
-    @property
     def num_lost(self) -> int:
         """Number of lost slots."""
         return sum(window.pool.num_lost for window in self._windows.values())

@@ -125,10 +125,6 @@ class UnfencedDeliveries:
         found = f"{count} ended transfers may still land at {peer.rank}, of {len(self)} in all"
         return f"writes of {found}; limits.unfenced={self._limit} allows {most} to one rank"
 
-    def counts(self) -> dict[PeerId, int]:
-        """Return the number of deliveries by decode rank."""
-        return {peer: self._by_peer.count_of(peer) for peer in self._by_peer.peers}
-
     def _has_place(self) -> bool:
         """Return whether there is place for another delivery.
 

@@ -83,7 +83,7 @@ def test_it_is_granted_at_once_when_it_has_pages(connected: DecodeDriver) -> Non
     transfer = Transfer(connected, effects)
     transfer.notice(PREFILL, 0, (0, 8), last=True)
     assert reports(transfer.notice(OTHER, 0, (0, 8), last=True)) == [("success", "safe")]
-    assert connected.core.is_idle
+    assert not connected.core.rooms.rooms
 
 
 def test_it_is_granted_when_its_instance_is_connected_if_pages_come_before_that(core: DecodeDriver) -> None:
@@ -115,7 +115,7 @@ def test_it_ends_when_no_pages_come_and_prefill_is_told(connected: DecodeDriver)
     assert found.reason is FailureReason.NOT_GRANTED
     assert "200" in found.detail
     assert set(told(effects, Decline)) == {PREFILL, OTHER}
-    assert connected.core.is_idle
+    assert not connected.core.rooms.rooms
 
 
 def test_it_is_declined_at_once_when_the_engine_gives_it_up(connected: DecodeDriver) -> None:

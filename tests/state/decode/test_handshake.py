@@ -786,7 +786,7 @@ def test_an_instance_that_nobody_wants_any_more_is_forgotten(core: DecodeDriver)
     core(request())
     core.connect(PREFILL)
     core.hear(PREFILL, Goodbye(peer=PREFILL, fenced=True))
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
     assert LookUp("prefill") in core.sleep(1.0)
     core.sleep(2 * handshake.UNWANTED_S)
     assert core.sleep(60.0) == []

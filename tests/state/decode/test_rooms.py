@@ -104,7 +104,7 @@ def test_success_needs_every_rank(transfer: Transfer) -> None:
         32,
         2,
     )
-    assert transfer.core.core.is_idle
+    assert not transfer.core.core.rooms.rooms
 
 
 def test_a_notice_of_one_rank_looks_at_no_other() -> None:
@@ -116,7 +116,7 @@ def test_a_notice_of_one_rank_looks_at_no_other() -> None:
         transfer = Transfer(core, core.connect(*ranks))
         notices = [ev.NoticeDelivered(transfer.make(rank, 0, (0, 8), num_bytes=16, last=True)) for rank in ranks]
         costs.append(statistics.median(num_steps(partial(core.core.handle, notice, 0.0)) for notice in notices))
-        assert core.core.is_idle
+        assert not core.core.rooms.rooms
     assert costs[0] == costs[1]
 
 
@@ -247,10 +247,10 @@ def test_drain_that_does_not_come_ends_in_quarantine_until_it_does(transfer: Tra
         transfer.core.hear(PREFILL, Pong(peer=PREFILL))
         effects += transfer.core.sleep(Timeouts().drain_s / 5)
     assert reports(effects) == [("aborted", "quarantined")]
-    assert not transfer.core.core.is_idle
+    assert transfer.core.core.rooms.rooms
     late = transfer.core.hear(PREFILL, Drained(room=ROOM, generation=1, engine_rank=0))
     assert reports(late) == [("aborted", "safe")]
-    assert transfer.core.core.is_idle
+    assert not transfer.core.core.rooms.rooms
 
 
 def test_room_is_free_again_while_its_old_pages_are_in_quarantine(transfer: Transfer) -> None:
@@ -311,7 +311,7 @@ def test_the_connection_to_a_process_that_has_ended_is_not_kept_for_ever() -> No
     core(request())
     core(GONE)
     assert Disconnect(PREFILL) in core.sleep(30.0)
-    assert not core.core.is_idle
+    assert core.core.rooms.rooms
 
 
 def test_the_connection_to_a_process_whose_end_is_the_proof_is_closed_at_once(transfer: Transfer) -> None:
@@ -409,7 +409,7 @@ def test_a_transfer_of_which_no_rank_sends_anything_is_complete(core: DecodeDriv
     effects = core.connect(PREFILL, silent=[PREFILL])
     assert reports(effects) == [("success", "safe")]
     assert [to for to, _ in messages(effects, Ack)] == [PREFILL]
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
 
 
 def test_an_instance_that_has_forgotten_this_rank_is_looked_up_for_its_proofs(transfer: Transfer) -> None:

@@ -56,7 +56,7 @@ def test_a_declined_room_fails_when_it_is_opened(core: PrefillDriver) -> None:
     effects = core(OPEN)
     assert reports(effects) == FAILED
     assert failures(effects) == {FIRST}
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
 
 
 def test_a_decline_that_is_retransmitted_is_answered_and_does_not_fail_the_next_try(core: PrefillDriver) -> None:
@@ -65,7 +65,7 @@ def test_a_decline_that_is_retransmitted_is_answered_and_does_not_fail_the_next_
         assert messages(core.hear(DECODE, decline()), Drained) == [(DECODE, answer())]
     core(OPEN)
     assert core.hear(DECODE, decline()) == core.hear(DECODE, decline())
-    assert not core.core.is_idle
+    assert core.core.rooms.rooms
     assert failures(core.hear(DECODE, decline(generation=1))) == {FIRST}
 
 
@@ -229,7 +229,7 @@ def test_a_room_that_was_asked_for_by_a_decode_rank_that_is_lost_fails_when_it_i
     effects = core(OPEN)
     assert reports(effects) == FAILED
     assert {failure and failure.reason for failure in failures(effects)} == {FailureReason.PEER_LOST}
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
 
 
 @pytest.mark.parametrize("incarnation", [None, 77], ids=["back", "restarted"])
@@ -271,7 +271,7 @@ def test_a_rank_that_declines_a_room_whose_write_has_not_ended_may_ask_anew(
         core(ev.SendAborted(ROOM, FIRST))
     core.hear(DECODE, decline())
     core(ev.PostEnded(piece.delivery, piece.seq, None))
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
     assert messages(core.hear(DECODE, grant(generation=2, num_decode_ranks=2)), Failed) == []
 
 
@@ -305,7 +305,7 @@ def test_a_decode_rank_that_is_refused_declines_its_rooms(core: PrefillDriver, i
     effects = [*(core(OPEN) if is_open else []), *core(unasked()), *([] if is_open else core(OPEN))]
     assert failures(effects) == {FIRST}
     assert replies(effects) == [answer()]
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
 
 
 def test_a_repeated_decline_without_a_handshake_does_not_fail_the_next_try(core: PrefillDriver) -> None:
@@ -313,7 +313,7 @@ def test_a_repeated_decline_without_a_handshake_does_not_fail_the_next_try(core:
     core(unasked())
     core(OPEN)
     assert replies(core(unasked())) == [answer()]
-    assert not core.core.is_idle
+    assert core.core.rooms.rooms
 
 
 @pytest.mark.parametrize("event", [unasked(denied="its key"), unasked(to=peer("prefill", incarnation=9))])
@@ -322,7 +322,7 @@ def test_a_decline_that_is_denied_or_meant_for_another_process_fails_nothing(
 ) -> None:
     core(OPEN)
     core(event)
-    assert not core.core.is_idle
+    assert core.core.rooms.rooms
 
 
 def test_a_room_that_another_instance_has_asked_for_is_not_declined(core: PrefillDriver) -> None:
@@ -330,7 +330,7 @@ def test_a_room_that_another_instance_has_asked_for_is_not_declined(core: Prefil
     core.hear(DECODE, grant(num_decode_ranks=2))
     core(unasked())
     assert failures(core(chunk(0, 4))) == set()
-    assert not core.core.is_idle
+    assert core.core.rooms.rooms
 
 
 def test_declines_of_many_ranks_are_bounded(core: PrefillDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -620,7 +620,7 @@ def test_a_goodbye_over_the_connection_of_a_hello_that_is_checked_ends_the_rank(
     core(ev.MessageArrived(connection_of(DECODE, 1), again))
     effects = core(ev.MessageArrived(connection_of(DECODE, 1), Goodbye(peer=DECODE)))
     assert DisconnectTransport(DECODE) in effects
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
     assert list(core.core.peers.connections()) == []
     assert core(core.checked(again, connection=connection_of(DECODE, 1))) == [DisconnectTransport(DECODE)]
 

@@ -62,7 +62,7 @@ def test_they_agree_with_dictionaries(steps: list[tuple[str, PeerId, int, Failur
                 closed_as[who].setdefault(number, ClosedGeneration(failure))
                 highest[who] = max(highest.get(who, 0), number)
         assert len(known) == len(timers) == len(connections)
-        assert {peer.id: peer.connection for peer in known.all()} == connections
+        assert {peer.id: peer.connection for peer in known._peers.values()} == connections
         for somebody in PEERS:
             found = known.find(somebody)
             assert (found is not None) == (somebody in connections) == (somebody in known)

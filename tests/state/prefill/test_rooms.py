@@ -102,7 +102,7 @@ def test_delivery_succeeds_when_the_receiver_has_everything(granted: PrefillDriv
     assert end(granted, 1) == []
     assert reports(end(granted, 0)) == [("pending", "safe")]
     assert reports(granted.hear(DECODE, ACK)) == [("success", "safe")]
-    assert granted.core.is_idle
+    assert not granted.core.rooms.rooms
 
 
 def test_only_wanted_tokens_are_sent(core: PrefillDriver) -> None:
@@ -151,7 +151,7 @@ def test_the_receiver_may_know_before_the_transport_says_so(granted: PrefillDriv
     granted(chunk(0, 8, last=True))
     assert granted.hear(DECODE, ACK) == []
     assert reports(end(granted, 0)) == [("success", "safe")]
-    assert granted.core.is_idle
+    assert not granted.core.rooms.rooms
 
 
 def test_written_is_not_delivered(granted: PrefillDriver) -> None:
@@ -159,7 +159,7 @@ def test_written_is_not_delivered(granted: PrefillDriver) -> None:
     granted(chunk(0, 8, last=True))
     end(granted, 0)
     assert reports(granted.hear(DECODE, Goodbye(peer=DECODE))) == [("failed", "safe")]
-    assert granted.core.is_idle
+    assert not granted.core.rooms.rooms
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -651,7 +651,7 @@ def test_a_lingering_write_to_a_rank_that_is_over_is_not_remembered(granted: Pre
     else:
         granted.hear(DECODE, Goodbye(peer=DECODE))
     granted(ev.PostEnded(piece.delivery, piece.seq, ABORTED, True))
-    assert granted.core.is_idle
+    assert not granted.core.rooms.rooms
     assert not granted.core.rooms.unfenced
 
 

@@ -312,13 +312,13 @@ def test_slots_of_a_rank_that_a_dead_incarnation_had_replaced_stay_taken(core: P
     core.hear(DECODE, Ping(peer=DECODE))
     found = pool(core)
     assert not found.is_whole
-    assert core.core.slots.num_windows == 1
+    assert len(core.core.slots._windows) == 1
 
 
 def test_an_incarnation_that_said_goodbye_is_forgotten(core: PrefillDriver) -> None:
     end(core, 0)
     core.hear(DECODE, Goodbye(peer=DECODE))
-    assert (len(core.core.slots), core.core.slots.num_windows) == (0, 0)
+    assert (len(core.core.slots), len(core.core.slots._windows)) == (0, 0)
     assert messages(core.sleep(60.0), SlotQuery) == []
 
 
@@ -353,18 +353,18 @@ def test_a_word_about_a_slot_that_is_free_already_frees_none(core: PrefillDriver
 
 def test_a_window_of_which_every_slot_is_free_is_forgotten_with_its_decode_rank() -> None:
     core = packing()
-    assert core.core.slots.num_windows == 1
+    assert len(core.core.slots._windows) == 1
     core.sleep(LEASE_S + 1)
-    assert core.core.slots.num_windows == 0
+    assert len(core.core.slots._windows) == 0
 
 
 def test_a_taken_slot_that_is_given_back_after_its_decode_rank_left_does_not_leak_the_window() -> None:
     core = packing(IN_A_THREAD)
     core(chunk(0, 4))
     core.sleep(LEASE_S + 1)
-    assert core.core.slots.num_windows == 1, "a slot of it is taken"
+    assert len(core.core.slots._windows) == 1, "a slot of it is taken"
     assert core(ev.PlanFinished(DELIVERY, 0)) == [DropPlan(DELIVERY, 0)]
-    assert core.core.slots.num_windows == 0
+    assert len(core.core.slots._windows) == 0
     assert core.core.local_slots.is_whole
 
 

@@ -172,7 +172,7 @@ def test_a_piece_that_cannot_be_planned_fails_its_room_though_it_counts_as_poste
     assert isinstance(failed, Failed)
     assert failed.failure == BROKEN
     assert len(core.core.queue._under_way) == 0
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
 
 
 def test_the_other_posts_of_a_room_with_a_piece_that_cannot_be_planned_are_waited_for() -> None:
@@ -245,5 +245,5 @@ def test_a_plan_of_an_unknown_room_is_dropped(staged: Staged | None) -> None:
     core = slow()
     core(chunk(0, 2))
     core(ev.SendAborted(ROOM, ABORTED))
-    assert core.core.is_idle
+    assert not core.core.rooms.rooms
     assert core(ev.PlanFinished(DELIVERY, 0, {}, staged)) == [DropPlan(DELIVERY, 0)]
