@@ -26,6 +26,7 @@ from benchmarks.limits_of_tables import (
 )
 from benchmarks.options import names
 from benchmarks.rows import Measured, Row, compare, print_rows
+from kvflow.bounds import Bounds
 from kvflow.geometry import Component, KVLayout, Region
 
 __all__ = ["LIMITS", "add_arguments", "measure_limits", "prepare"]
@@ -35,9 +36,7 @@ LOOK_S: Final = 0.001
 CELL_BYTES: Final = 8
 ROOM_PAGES: Final = 16
 
-PATIENT: Final = kvflow.Timeouts(
-    lease_s=100.0, handshake_s=300.0, transfer_s=900.0, open_s=900.0, grant_s=900.0, first_bytes_s=900.0
-)
+PATIENT: Final = kvflow.Timeouts(lease_s=100.0, handshake_s=300.0, transfer_s=900.0, open_s=900.0, grant_s=900.0)
 
 Bytes = NDArray[np.uint8]
 Act = Callable[[], Awaitable[None]]
@@ -260,7 +259,7 @@ class Limit(NamedTuple):
     use: Use
 
 
-DEFAULTS: Final = kvflow.Limits()
+DEFAULTS: Final = Bounds()
 
 LIMITS: Final[Mapping[str, Limit]] = {
     "regions": Limit(4_096, "regions", use_regions),
@@ -271,7 +270,7 @@ LIMITS: Final[Mapping[str, Limit]] = {
     "chunks": Limit(DEFAULTS.queued_chunks, "chunks", use_chunks),
     "peers": Limit(DEFAULTS.peers, "decode ranks", use_peers),
     "registry": Limit(MAX_RANKS, "ranks", use_registry),
-    "quarantined_pages": Limit(DEFAULTS.quarantined_pages, "rooms", use_quarantine),
+    "quarantine": Limit(65_536, "rooms", use_quarantine),
     "unfenced": Limit(DEFAULTS.unfenced, "transfers", use_unfenced),
     "slots": Limit(MAX_SLOTS_PER_PEER, "slots", use_slots),
 }

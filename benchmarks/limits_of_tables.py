@@ -65,7 +65,7 @@ async def use_quarantine(n: int) -> AsyncGenerator[Act]:
     """Put rooms of one page into quarantine, ask for admission after each, and release them."""
 
     async def act() -> None:
-        quarantine = Quarantine(kvflow.Limits(quarantined_pages=n + 1))
+        quarantine = Quarantine((n + 1) * CELL_BYTES)
         for room in range(n):
             quarantine.add_pages(room, Footprint(1, CELL_BYTES))
             quarantine.check_admission()

@@ -41,9 +41,7 @@ PAGES: Final = {"kv": np.arange(NUM_PAGES)}
 BATCH: Final = 10
 """Rooms that finish at the same time."""
 
-PATIENT: Final = Timeouts(
-    handshake_s=60, transfer_s=7200, open_s=7200, grant_s=7200, first_bytes_s=7200, progress_s=7200
-)
+PATIENT: Final = Timeouts(handshake_s=60, transfer_s=7200, open_s=7200, grant_s=7200, progress_s=7200)
 """Rooms wait on purpose: only silence may end one. Retransmissions and pings keep their defaults."""
 
 

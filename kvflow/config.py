@@ -344,33 +344,25 @@ class Timeouts:
 
     Attributes:
         handshake_s: Time to look up an instance and complete the handshake with all of its ranks, on first contact.
-        announced_s: How long a decode rank may keep a room announced without granting pages for it.
         transfer_s: Time for a whole transfer as seen by the decode rank, including queueing and computing on prefill.
-            For an announced room it starts with the grant.
+            An announced room may wait this long for pages, and the time starts again with the grant.
         open_s: How long a grant waits on prefill until the engine opens its room.
         grant_s: How long prefill keeps finished pages if a decode rank has neither announced the room nor asked for it,
             because it is late or died first. Starts with the last chunk, or with `RoomSender.start_lease`.
-        first_bytes_s: How long a granted transfer may wait, queueing and computing on prefill included, until its first
-            bytes have arrived.
-        progress_s: How long a transfer may go without progress, once the first bytes have moved, before it fails.
+        progress_s: How long a transfer may go without progress, once the first bytes have moved, before it fails. Until
+            then `transfer_s` applies.
         drain_s: How long to wait for proof that nothing can touch the pages before they are put into quarantine.
-        ageing_s: Waiting time that raises a chunk by one priority class. In other words, each class has a head start of
-            this much over the next one: with 0.1 s, the lowest of 8 classes waits 0.7 s before it takes turns with the
-            highest.
         lease_s: Silence after which a peer counts as lost if its connection is also gone; pings are sent three times
             per lease. While the connection is up, the peer may be silent for ten times as long, for example because a
             model step blocks its event loop.
     """
 
     handshake_s: float = 5.0
-    announced_s: float = 600.0
     transfer_s: float = 120.0
     open_s: float = 30.0
     grant_s: float = 30.0
-    first_bytes_s: float = 120.0
     progress_s: float = 30.0
     drain_s: float = 5.0
-    ageing_s: float = 0.1
     lease_s: float = 3.0
 
     def __post_init__(self) -> None:
@@ -400,48 +392,19 @@ class Limits:
     Attributes:
         transfers: Maximum number of open rooms on a rank.
         peers: Maximum number of decode ranks connected to a prefill rank. One instance may never take more than is
-            still free; the same applies to the next two limits.
-        pending_grants: Maximum number of grants and announcements for rooms that the prefill engine has not opened yet.
-        pending_grant_bytes: Maximum size of the page tables of such grants, and of those that are being received, in
-            bytes (four for each page). A single grant may have half of it; decode ranks are told.
-        queued_chunks: Maximum number of pieces of granted chunks that may wait for one peer (for their data, their turn
-            or credit). Beyond that, `chunk()` blocks for rooms that go to that peer, but not for others. A chunk is
-            queued with all of its pieces or not at all.
-        bytes_per_post: Size above which a chunk is split into pieces, each a write of its own. Splits fall between
-            pages, so a single page that is larger, over all layers, is still sent.
-        bytes_per_layer_piece: Layers that become ready at different times are merged into one piece up to this size;
-            beyond it they are sent as separate pieces, so that the first layers are sent while the others are still
-            being computed.
-        posts_per_peer: Writes posted to one peer and not yet ended.
-        bytes_per_peer: Bytes of such writes; a single larger piece is still sent, alone.
-        descriptors_per_peer: Maximum number of descriptors in such writes, estimated before planning; a single larger
-            piece is still sent, alone.
-        quarantined_pages: Number of quarantined pages at which new transfers are refused.
+            still free; the same applies to the next limit.
+        pending_grant_bytes: Maximum size of the page tables of grants for rooms that the prefill engine has not opened
+            yet, and of those that are being received, in bytes (four for each page). A single grant may have half of
+            it; decode ranks are told.
         quarantined_bytes: Size of quarantined pages at which new transfers are refused.
-        unfenced: Maximum number of ended transfers that a prefill rank tracks because their bytes may still land at a
-            decode rank. Beyond it, the rank stops tracking those to decode ranks that are gone; such a decode rank must
-            restart before it is served again. If all of their decode ranks are connected, new transfers are refused. A
-            decode rank that accounts for an eighth of the limit is refused new transfers.
         metadata_bytes: Maximum size of a transfer's metadata; at most 16 MiB.
-        descriptors_planned_inline: Number of descriptors above which planning moves from the event loop to a worker
-            thread.
     """
 
     transfers: int = 16_384
     peers: int = 8_192
-    pending_grants: int = 16_384
     pending_grant_bytes: int = 256 * 2**20
-    queued_chunks: int = 1_024
-    bytes_per_post: int = 64 * 2**20
-    bytes_per_layer_piece: int = 4 * 2**20
-    posts_per_peer: int = 16
-    bytes_per_peer: int = 128 * 2**20
-    descriptors_per_peer: int = 2**21
-    quarantined_pages: int = 65_536
     quarantined_bytes: int = 4 * 2**30
-    unfenced: int = 16_384
     metadata_bytes: int = 65_536
-    descriptors_planned_inline: int = 20_000
 
     def __post_init__(self) -> None:
         for item in fields(self):

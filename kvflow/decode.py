@@ -225,7 +225,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
         asked = self._request(room, prefill, **options)
-        timeout_s = self._timeout(asked.timeout_s, self.config.timeouts.announced_s)
+        timeout_s = self._timeout(asked.timeout_s, self.config.timeouts.transfer_s)
         opened = msgspec.structs.replace(asked.opened, timeout_s=timeout_s, is_announced=True)
         return RoomReceiver(self, opened, None, asked.label)
 

@@ -183,7 +183,7 @@ class FailureReason(enum.StrEnum):
     CORRUPT = "corrupt"
     """The received data differs from the sent data: the digests of a component differ."""
     STALLED = "stalled"
-    """There was no progress for longer than `progress_s`, or no first bytes within `first_bytes_s`."""
+    """There was no progress for longer than `progress_s` after the first bytes."""
     WRITE_FAILED = "write_failed"
     """The transport reported that a write failed."""
     ABORTED = "aborted"

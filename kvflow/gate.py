@@ -17,7 +17,8 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from msgspec.structs import replace
 
-from kvflow.config import Limits, split_address
+from kvflow.bounds import Bounds
+from kvflow.config import split_address
 from kvflow.errors import RemoteProtocolError
 from kvflow.fair_shares import FairShares
 from kvflow.geometry.pages import WIRE_PAGES
@@ -153,7 +154,7 @@ class GrantGate:
     """Collects the pages of grants that are too large for one message.
 
     Args:
-        limits: Limits of the prefill rank. `pending_grant_bytes` bounds the pages that are being collected, and
+        limits: Bounds of the prefill rank. `pending_grant_bytes` bounds the pages that are being collected, and
             `pending_grants` the grants that wait.
         max_pages: Maximum number of pages of a grant, which decode ranks know.
         has_place: Returns whether pages of a decode rank could be kept until their room is open, given their size in
@@ -166,7 +167,7 @@ class GrantGate:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: Bounds,
         max_pages: int,
         has_place: Callable[[PeerId, int], bool],
         is_open: Callable[[RoomId], bool],

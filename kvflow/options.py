@@ -24,9 +24,9 @@ class ReceiveOptions(TypedDict, total=False):
     Attributes:
         num_ranks: Number of decode ranks that receive this room; by default all ranks of this instance.
         timeout_s: How long the whole transfer may take, by default `Timeouts.transfer_s`; of `announce`, how long it
-            may stay without pages, by default `Timeouts.announced_s`.
+            may stay without pages, the same by default.
         priority: Priority class on every prefill rank, 0 (first) to 7 (last); 0 by default. Among the chunks waiting
-            for this rank, lower numbers go first; every `Timeouts.ageing_s` (of the prefill rank) that a chunk waits
+            for this rank, lower numbers go first; every 0.1 s that a chunk waits there
             raises it by one class.
         label: The engine's own ID for the request, for log lines; not sent to the other side.
         capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default, the

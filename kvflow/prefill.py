@@ -10,6 +10,7 @@ from typing_extensions import Unpack, override
 from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
+from kvflow.bounds import Bounds
 from kvflow.config import PrefillConfig, check_argument
 from kvflow.control.reading import OrderedReading
 from kvflow.control.rejections import RejectionLimiter
@@ -187,7 +188,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._resources.callback(self._close_listener)
         settings = PrefillSettings(
             timeouts=self.config.timeouts,
-            limits=self.config.limits,
+            limits=Bounds.from_limits(self.config.limits),
             layout=self.layout,
             backend=backend.name,
             in_band_notices=capabilities.in_band_notices,
@@ -472,9 +473,9 @@ class RoomSender(Transfer):
     ) -> None:
         """Send a range of tokens, either computed already, or becoming ready with `ready` or layer by layer (`layers`).
 
-        Returns immediately, unless too many pieces are already waiting for one of this room's decode ranks
-        (`Limits.queued_chunks`). If cancelled while waiting, nothing has been offered. Do not change the pages until
-        the block has exited or `quiesce` has returned.
+        Returns immediately, unless 1,024 pieces are already waiting for one of this room's decode ranks. If cancelled
+        while waiting, nothing has been offered. Do not change the pages until the block has exited or `quiesce` has
+        returned.
 
         Args:
             tokens: Positions `[start, stop)` in the request; must start where the previous chunk stopped.

@@ -70,6 +70,7 @@ class Deployment:
         model: The model that the ranks share.
         instances: The instances.
         timeouts: Timeouts of every rank.
+        announced_s: How long decode engines keep a room announced, unless they say otherwise; `transfer_s` if None.
         limits: Limits of every rank.
         staging: Staging memory for packing; None to pack no pieces.
         fixed_ports: A prefill rank that restarts gets the same port again.
@@ -91,6 +92,7 @@ class Deployment:
         instances: list[Instance],
         *,
         timeouts: Timeouts,
+        announced_s: float | None = None,
         limits: Limits,
         staging: StagingShape | None = None,
         fixed_ports: bool = False,
@@ -103,7 +105,16 @@ class Deployment:
         self.instances = {instance.name: instance for instance in instances}
         self.timeouts = timeouts
         self.limits = limits
-        self.oracle = Oracle(world, model, self.instances, timeouts, may_lose_messages=may_lose_messages, hosts=hosts)
+        self.announced_s = timeouts.transfer_s if announced_s is None else announced_s
+        self.oracle = Oracle(
+            world,
+            model,
+            self.instances,
+            timeouts,
+            self.announced_s,
+            may_lose_messages=may_lose_messages,
+            hosts=hosts,
+        )
         self._hosts = hosts
         self._guests = {host: guest for guest, host in hosts.items()}
         self.workers: dict[RankId, Worker] = {}

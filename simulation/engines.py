@@ -590,7 +590,7 @@ class DecodeWorker(Worker):
 
     def announce(self, request: Request, timeout_s: float | None = None) -> Receiving:
         """Announce a request, without pages."""
-        timeout_s = self.deployment.timeouts.announced_s if timeout_s is None else timeout_s
+        timeout_s = self.deployment.announced_s if timeout_s is None else timeout_s
         receiver = self.rank.announce(
             request.room,
             prefill=_prefill_of(request),

@@ -102,17 +102,19 @@ class Oracle:
         model: The model that the ranks share.
         instances: Instances, by name.
         timeouts: Timeouts of every rank.
+        announced_s: Maximum time for which decode engines keep a room announced.
         may_lose_messages: A rank that leaves in order may be unable to tell its peers.
         hosts: For each decode instance that lives in the processes of a prefill instance, the name of the latter;
             agents are named after it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one caller
         self,
         world: "World",
         model: Model,
         instances: dict[str, Instance],
         timeouts: Timeouts,
+        announced_s: float,
         *,
         may_lose_messages: bool = False,
         hosts: Mapping[str, str] = MappingProxyType({}),
@@ -120,7 +122,7 @@ class Oracle:
         self._world = world
         self._model = model
         self._instances = instances
-        self._timeouts = timeouts
+        self._timeouts, self._announced_s = timeouts, announced_s
         self._hosts = hosts
         self.requests: dict[RoomId, list[Request]] = {}
         self.sendings: list[Sending] = []
@@ -398,7 +400,7 @@ class Oracle:
             return
         extended = limit + one.process.stopped_so_far_s() - stopped_s
         if not is_memory and self._is_announced(one):
-            extended += self._timeouts.announced_s + self._timeouts.lease_s
+            extended += self._announced_s + self._timeouts.lease_s
         now = self._world.now
         if not one.process.is_running or now < extended:
             again = max(extended - now, 0.1) + MARGIN_S

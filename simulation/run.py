@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from simulation.deployment import SOON_S, Deployment, StagingShape, watch_logs
 from simulation.faults import Faults, draw_faults
 from simulation.injection import ACTIVE_S, FaultInjector
@@ -171,16 +172,14 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
             instances.append(Instance(f"{letter}-{number}", is_decode, shape))
     timeouts = Timeouts(
         handshake_s=1.0,
-        announced_s=ANNOUNCED_S,
         transfer_s=rng.choice((1.5, 3.0)),
         open_s=1.5,
         grant_s=1.5,
-        first_bytes_s=2.0,
         progress_s=1.0,
         drain_s=0.6,
         lease_s=rng.choice((1.0, 2.0)),
     )
-    limits = Limits(
+    limits = Bounds(
         bytes_per_post=rng.choice((1, 64, 200, 2**20)),
         bytes_per_layer_piece=rng.choice((1, 100, 2**20)),
         posts_per_peer=rng.choice((1, 2, 16)),
@@ -196,6 +195,7 @@ def _draw_deployment(rng: random.Random, world: World, seed: int | None) -> Depl
         model,
         instances,
         timeouts=timeouts,
+        announced_s=ANNOUNCED_S,
         limits=limits,
         staging=staging,
         fixed_ports=is_fixed,

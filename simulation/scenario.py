@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import KvflowError
 from kvflow.prefill import RoomSender
 from kvflow.room import RoomId
@@ -33,7 +34,6 @@ TIMEOUTS = Timeouts(
     transfer_s=5.0,
     open_s=3.0,
     grant_s=3.0,
-    first_bytes_s=4.0,
     progress_s=2.0,
     drain_s=0.5,
     lease_s=1.0,
@@ -144,7 +144,7 @@ class Scenario:
         self._instances: list[Instance] = []
         self._answering: list[str] = []
         self._timeouts = TIMEOUTS
-        self._limits = Limits()
+        self._limits = Bounds()
         self._transport: list[str] = []
         self._staging: StagingShape | None = None
         self._requests: dict[RoomId, Request] = {}

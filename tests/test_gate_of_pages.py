@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow import gate
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import RemoteProtocolError
 from kvflow.gate import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, AdmittedGrant, GrantGate, GrantId
 from kvflow.room import RoomId
@@ -18,7 +18,7 @@ from kvflow.wire import messages
 from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
 from tests.support.cores import grant, peer
 
-ROOMY: Final = Limits()
+ROOMY: Final = Bounds()
 MAX_PAGES: Final = 2**25
 PART: Final = 64
 
@@ -31,7 +31,7 @@ def small_parts() -> Iterator[None]:
 
 
 def gate_of(
-    limits: Limits = ROOMY,
+    limits: Bounds = ROOMY,
     has_place: Callable[[PeerId, int], bool] = lambda _peer, _size: True,
     open_rooms: Container[RoomId] = (),
 ) -> GrantGate:
@@ -130,7 +130,7 @@ def test_a_repeated_grant_asks_again_for_what_is_overdue() -> None:
 
 
 def test_grants_wait_for_memory_and_are_not_refused() -> None:
-    one, decode = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0)
+    one, decode = gate_of(Bounds(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0)
     decode.say(one, 1, 2 * PART)
     decode.say(one, 2, 2 * PART)
     ((_, query),) = ask(one, decode)
@@ -194,7 +194,7 @@ def test_grants_of_others_and_late_ones_are_forgotten() -> None:
 
 
 def test_what_a_decode_rank_has_taken_is_free_once_it_leaves() -> None:
-    one, gone, other = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
+    one, gone, other = gate_of(Bounds(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
     gone.say(one, 1, 2 * PART)
     assert num_parts(ask(one, gone)) == 2
     other.say(one, 2, 2 * PART)
@@ -205,7 +205,7 @@ def test_what_a_decode_rank_has_taken_is_free_once_it_leaves() -> None:
 
 
 def test_a_grant_that_is_never_answered_ends_by_its_deadline() -> None:
-    one, silent, other = gate_of(Limits(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
+    one, silent, other = gate_of(Bounds(pending_grant_bytes=4 * PART * PAGE_BYTES)), Decode(0), Decode(1)
     silent.say(one, 1, 2 * PART)
     ask(one, silent)
     late = head(1, 1).timeout_s + OVERDUE_S + 1.0
@@ -251,7 +251,7 @@ def test_decode_ranks_that_do_not_answer_leave_the_turns_to_others() -> None:
 def test_every_honest_grant_gets_through(data: st.DataObject) -> None:
     """Grants of several ranks, dropped ones included, with lost messages and little memory."""
     most_bytes = 6 * PART * PAGE_BYTES
-    one = gate_of(Limits(pending_grant_bytes=most_bytes, pending_grants=6))
+    one = gate_of(Bounds(pending_grant_bytes=most_bytes, pending_grants=6))
     ranks = [Decode(number) for number in range(3)]
     sizes = st.sampled_from([1, PART + 1, 3 * PART])
     open_grants = {

@@ -211,7 +211,7 @@ class BlockingSender(BlockingTransfer):
 
     @property
     def queued_chunks(self) -> int:
-        """Number of chunks queued in this object, because the rank's own queue is full (`Limits.queued_chunks`)."""
+        """Number of chunks queued in this object, because the rank's own queue is full."""
         return len(self._chunks)
 
     @with_arguments_of(prefill.RoomSender.chunk)

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded
 
 __all__ = ["NO_MEMORY", "Footprint", "MissingProof", "ProofKind", "Quarantine"]
@@ -96,9 +95,9 @@ class Quarantine:
         total: Memory in quarantine now.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.total = NO_MEMORY
-        self._limits = limits
+        self._max_bytes = max_bytes
         self._held: dict[Hashable, Footprint] = {}
 
     def __len__(self) -> int:
@@ -123,15 +122,12 @@ class Quarantine:
             CapacityExceeded: Too much memory is in quarantine.
         """
         pages, num_bytes = self.total
-        limits = self._limits
-        for name, found in (("quarantined_pages", pages), ("quarantined_bytes", num_bytes)):
-            limit = getattr(limits, name)
-            if found >= limit:
-                raise CapacityExceeded(
-                    "too much memory is in quarantine",
-                    transfers=len(self),
-                    pages=pages,
-                    num_bytes=num_bytes,
-                    limit=limit,
-                    setting=f"limits.{name}",
-                )
+        if num_bytes >= self._max_bytes:
+            raise CapacityExceeded(
+                "too much memory is in quarantine",
+                transfers=len(self),
+                pages=pages,
+                num_bytes=num_bytes,
+                limit=self._max_bytes,
+                setting="limits.quarantined_bytes",
+            )

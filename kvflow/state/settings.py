@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits, Packing, Proofs, Timeouts
 from kvflow.geometry.layout import KVLayout
 from kvflow.wire.messages import PAGE_BYTES
@@ -62,7 +63,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     """
 
     timeouts: Timeouts
-    limits: Limits
+    limits: Bounds
     layout: KVLayout
     backend: str
     in_band_notices: bool = True

@@ -7,7 +7,8 @@ from typing import Any, Final, Literal, NamedTuple, assert_never, get_args
 import msgspec
 import numpy as np
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, KvflowError, Stage
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
@@ -45,7 +46,6 @@ TIMEOUTS: Final = Timeouts(
     transfer_s=GIVE_UP_S,
     open_s=GIVE_UP_S,
     grant_s=GIVE_UP_S,
-    first_bytes_s=GIVE_UP_S,
     progress_s=GIVE_UP_S,
     drain_s=GIVE_UP_S,
     lease_s=LEASE_S,
@@ -189,7 +189,7 @@ class SmallWorld:
         self.may_lack_proof = False
         num_tokens = setup.num_writes * setup.num_prefill
         layout = _layout(setup.num_prefill, num_tokens * (len(setup.rooms) + MAX_TRIALS))
-        limits = Limits(bytes_per_post=TOKEN_BYTES * setup.num_prefill, posts_per_peer=setup.posts_per_peer)
+        limits = Bounds(bytes_per_post=TOKEN_BYTES * setup.num_prefill, posts_per_peer=setup.posts_per_peer)
         local, windows = _staging(setup)
         self._prefill_settings = tuple(
             PrefillSettings(TIMEOUTS, limits, layout, "explored", staging=local, endpoint=f"tcp://p:{number + 1}")

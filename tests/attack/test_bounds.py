@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import kvflow
+from kvflow.bounds import Bounds
 from kvflow.control.rejections import REJECTIONS_AT_ONCE
 from kvflow.directory import service, table
 from kvflow.errors import FailureReason
@@ -91,7 +92,7 @@ async def test_an_insider_who_says_hello_without_end_starves_only_itself(backend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_an_insider_who_grants_without_end_starves_only_itself(backend: str) -> None:
-    limits = kvflow.Limits(pending_grants=64)
+    limits = Bounds(pending_grants=64)
     async with guarded("other", backend=backend, limits=limits) as deployment, under_way(deployment):
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:

@@ -27,7 +27,7 @@ from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.shortage import BlockShortage
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
-from kvflow.errors import KvflowError, LayoutError
+from kvflow.errors import FailureReason, KvflowError, LayoutError
 from tests.support.ports import unused_port
 
 BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
@@ -423,17 +423,20 @@ def test_decode_never_comes(pair: tuple[Server, Server]) -> None:
 @pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
 def test_lease_starts_when_the_reply_leaves(pair: tuple[Server, Server]) -> None:
     """Between the last chunk and the reply, a worker may stall for minutes."""
-    source, target = pair
+    source, _ = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
     source.step({"p": (0, PROMPT, PREFILL)})
     time.sleep(1.0)
     source.step()
-    _, params = source.scheduler.finished(request, is_complete=True)
+    sender = source.worker._sending["p"].transfer
+    assert sender is not None
+    assert sender.outcome is Outcome.PENDING
+    source.scheduler.finished(request, is_complete=True)
     source.step(finished=["p"])
-    begin_decode(target, params or {})
-    target.until(lambda: "d" in target.told.received)
-    assert not target.told.failed
+    source.until(lambda: bool(source.ended))
+    assert sender.failure is not None
+    assert sender.failure.reason is FailureReason.NOT_GRANTED
 
 
 def test_client_leaves_when_all_of_it_was_computed(pair: tuple[Server, Server]) -> None:

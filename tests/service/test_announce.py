@@ -14,8 +14,9 @@ import kvflow
 from benchmarks.processes import ChildProcess
 from kvflow import blocking
 from kvflow.blocking import Memory, Outcome
+from kvflow.bounds import Bounds
 from kvflow.cli.tasks import open_tasks
-from kvflow.config import Limits, Timeouts
+from kvflow.config import Timeouts
 from kvflow.errors import (
     ConfigError,
     FailureReason,
@@ -151,7 +152,7 @@ async def test_a_rank_that_is_closed_gives_it_up() -> None:
 
 
 async def test_a_rank_that_has_no_room_for_it_says_so() -> None:
-    async with deploy(limits=Limits(pending_grants=1)) as ranks, announce(ranks, 1):
+    async with deploy(limits=Bounds(pending_grants=1)) as ranks, announce(ranks, 1):
         await announced(ranks)
         async with announce(ranks, 2) as second:
             assert (await catch(second.done)).reason is FailureReason.CAPACITY

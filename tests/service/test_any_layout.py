@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvflow
 from kvflow.backends.base import Backend
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.geometry.pages import TokenPages
 from kvflow.statistics import StagingStatistics
 from tests.support.examples import examples
@@ -79,7 +79,7 @@ async def transfer(
     async with kvflow.Registry() as registry, AsyncExitStack() as stack:
         senders, receivers = [], []
         for number, (_, rank) in enumerate(sorted(world.prefill.items())):
-            limits = Limits(bytes_per_post=bytes_per_post, bytes_per_layer_piece=bytes_per_post)
+            limits = Bounds(bytes_per_post=bytes_per_post, bytes_per_layer_piece=bytes_per_post)
             sending = {"backend": backend, "limits": limits, "packing": packing, **staging}
             config = prefill_config(registry.endpoint, number, len(world.prefill), **sending)
             opened = kvflow.PrefillRank(config, rank.layout, transport(backend, rank))

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import pytest
 
 import kvflow
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, TransferFailed
 from kvflow.ports import Ports
@@ -357,7 +358,7 @@ def test_draining_a_rank(side: str, kind: str) -> None:
 
 # Transfers ---------------------------------------------------------------------------------------------------------
 
-NARROW: Final = Limits(posts_per_peer=1, queued_chunks=1)
+NARROW: Final = Bounds(posts_per_peer=1, queued_chunks=1)
 """Limits with which an engine waits for capacity before most of its chunks."""
 
 

@@ -13,7 +13,8 @@ from typing_extensions import override
 import kvflow
 from kvflow.backends.base import Backend, OnBroken, OnEvents, PostEnded
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.control.channel import ZmqControl
 from kvflow.errors import BackendError, ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.geometry.plan import Descriptors
@@ -242,7 +243,7 @@ async def _send_a_part(deployment: Deployment, request: Request) -> None:
 
 
 async def test_rank_that_breaks_lets_go_who_waits_for_room() -> None:
-    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=1)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1, queued_chunks=1)) as deployment:
         request = deployment.request(1, 40)
         deployment.faults[0].hold()
         prefill = deployment.prefill[0]

@@ -8,6 +8,7 @@ import anyio
 import numpy as np
 import pytest
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded, FailureReason, KvflowError, PlanError
 from kvflow.state import events as ev
@@ -61,13 +62,13 @@ def over_peers() -> None:
     core.connect(peer("honest"))
 
 
-def _over_waiting(setting: str, size: int) -> None:
-    core = PrefillDriver(limits=Limits(**{setting: AT * size}))
+def _over_waiting(setting: str, size: int, detail: str) -> None:
+    core = PrefillDriver(limits=Bounds(**{setting: AT * size}))
     core.connect()
     for room in range(AT // 2):
         assert core.hear(DECODE, grant(room)) == []
     effects = core.hear(DECODE, grant(AT))
-    _is_refused(effects, f"{setting}={AT * size}")
+    _is_refused(effects, detail.format(AT * size))
     assert DECODE in core.core.peers
     core(ev.SendOpened(0))
     assert core.hear(DECODE, grant(AT, generation=2)) == [], "there is place again"
@@ -81,25 +82,25 @@ def _is_refused(effects: Sequence[PrefillEffect], detail: str) -> None:
     assert not any(isinstance(effect, CountAnomaly) for effect in effects)
 
 
-def over_quarantine(name: str) -> None:
-    quarantine = Quarantine(Limits(**{name: AT}))
+def over_quarantine() -> None:
+    quarantine = Quarantine(AT)
     quarantine.add_pages(1, Footprint(AT - 1, AT - 1))
     quarantine.check_admission()
     quarantine.add_pages(2, Footprint(1, 1))
     with pytest.raises(CapacityExceeded) as caught:
         quarantine.check_admission()
-    _names(caught.value, name)
+    _names(caught.value, "quarantined_bytes")
 
 
 def over_unfenced() -> None:
-    core = PrefillDriver(limits=Limits(unfenced=AT))
+    core = PrefillDriver(limits=Bounds(unfenced=AT))
     core.connect()
     core(ev.SendOpened(1))
     core.hear(DECODE, grant(1))
     core(chunk(0, 8, room=1, last=True))
     core(ev.PostEnded(ev.DeliveryId(1, DECODE, 1), 0, ABORTED, True))
     core(ev.SendOpened(2))
-    _is_refused(core.hear(DECODE, grant(2, generation=2)), f"limits.unfenced={AT} allows 1")
+    _is_refused(core.hear(DECODE, grant(2, generation=2)), f"a limit of {AT} allows 1")
 
 
 def over_metadata_bytes() -> None:
@@ -145,10 +146,9 @@ def waits(setting: str) -> Callable[[], None]:
 CHECKS: Final[dict[str, Callable[[], None]]] = {
     "transfers": over_transfers,
     "peers": over_peers,
-    "pending_grants": lambda: _over_waiting("pending_grants", 1),
-    "pending_grant_bytes": lambda: _over_waiting("pending_grant_bytes", 4),
-    "quarantined_pages": lambda: over_quarantine("quarantined_pages"),
-    "quarantined_bytes": lambda: over_quarantine("quarantined_bytes"),
+    "pending_grants": lambda: _over_waiting("pending_grants", 1, "{} grants"),
+    "pending_grant_bytes": lambda: _over_waiting("pending_grant_bytes", 4, "limits.pending_grant_bytes={}"),
+    "quarantined_bytes": over_quarantine,
     "unfenced": over_unfenced,
     "metadata_bytes": over_metadata_bytes,
     **{

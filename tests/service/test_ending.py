@@ -3,7 +3,8 @@
 import anyio
 import pytest
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, Stage, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch, undisturbed
@@ -69,7 +70,7 @@ async def test_decode_engine_leaves_in_the_middle(backend: str) -> None:
 async def test_cancelled_scope_waits_for_the_proof_and_then_lets_go() -> None:
     """The engine cancels while the transport holds a write: the block is left only when the write has ended."""
     timeouts = Timeouts(drain_s=30.0, lease_s=2.0)
-    async with deploy(timeouts=timeouts, limits=Limits(posts_per_peer=1)) as deployment:
+    async with deploy(timeouts=timeouts, limits=Bounds(posts_per_peer=1)) as deployment:
         request = deployment.request(1, 8)
         (faults,) = deployment.faults
         faults.hold()
@@ -309,7 +310,7 @@ async def test_nothing_is_waited_for_before_it_has_begun() -> None:
 
 
 async def test_posts_in_doubt_give_their_credit_back() -> None:
-    async with deploy(limits=Limits(posts_per_peer=1)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1)) as deployment:
         request = deployment.request(1, 4)
         deployment.faults[0].plan.append("doubt")
         failures: dict[str, TransferFailed] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import anyio
 import pytest
@@ -10,25 +10,24 @@ from typing_extensions import override
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.geometry import Descriptors
 from kvflow.state.tables import Outcome
 from tests.support.failures import undisturbed
-from tests.support.instances import PATIENT, Deployment, Request, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 BYTES_PER_TOKEN = 192
 
-NEVER_LIFTED = replace(PATIENT, ageing_s=3600.0)
-
 
 @pytest.mark.parametrize("num_rooms", [1, 20], ids=["of one room", "of many rooms"])
 async def test_urgent_room_overtakes_what_waits_for_credit(num_rooms: int) -> None:
     """Twenty chunks of low priority wait behind a write that hangs; the urgent one comes last and is posted next."""
-    async with deploy(limits=Limits(posts_per_peer=1), timeouts=NEVER_LIFTED) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1, ageing_s=3600.0)) as deployment:
         (prefill,), (faults,) = deployment.prefill, deployment.faults
         lazy = [deployment.request(room, 21 // num_rooms) for room in range(num_rooms)]
         urgent = deployment.request(99, 3)
@@ -48,7 +47,7 @@ async def test_urgent_room_overtakes_what_waits_for_credit(num_rooms: int) -> No
 
 
 async def test_credit_counts_descriptors_that_are_not_planned_yet() -> None:
-    async with deploy(limits=Limits(descriptors_per_peer=1)) as deployment:
+    async with deploy(limits=Bounds(descriptors_per_peer=1)) as deployment:
         requests = [deployment.request(room, 8) for room in range(4)]
         (prefill,), (faults,) = deployment.prefill, deployment.faults
         faults.hold()
@@ -135,7 +134,7 @@ async def two_instances(limits: Limits) -> AsyncIterator[TwoInstances]:
 
 async def test_slow_decode_instance_does_not_hold_up_rooms_that_go_elsewhere() -> None:
     """Its window and queue are full, and its sender waits; five rooms to the other instance succeed meanwhile."""
-    async with two_instances(Limits(posts_per_peer=2, queued_chunks=3)) as both:
+    async with two_instances(Bounds(posts_per_peer=2, queued_chunks=3)) as both:
         stuck = both.slow.request(1, 12)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stuck.receive)
@@ -155,7 +154,7 @@ async def test_slow_decode_instance_does_not_hold_up_rooms_that_go_elsewhere() -
 
 async def test_engine_that_waits_for_room_hears_at_once_that_its_own_room_has_failed() -> None:
     """The chunks that fill the queue belong to another room and stay."""
-    async with two_instances(Limits(posts_per_peer=1, queued_chunks=2)) as both:
+    async with two_instances(Bounds(posts_per_peer=1, queued_chunks=2)) as both:
         stuck, given_up = both.slow.request(1, 3), both.slow.request(2, 4)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stuck.receive)

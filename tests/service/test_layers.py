@@ -16,6 +16,7 @@ import pytest
 
 import kvflow
 from kvflow import LayersReady, blocking
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason, PlanError, TransferFailed
 from kvflow.geometry import head_range
@@ -33,7 +34,7 @@ NUM_LAYERS = 4
 NUM_TOKENS = 19
 UNTOUCHED = 0xEE
 PAGES = [7, 3, 40, 11, 29]
-STREAMING = Limits(bytes_per_layer_piece=1)
+STREAMING = Bounds(bytes_per_layer_piece=1)
 BYTES = 2 * NUM_LAYERS * NUM_TOKENS * NUM_HEADS * 8
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import kvflow
 from kvflow import decode
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
@@ -90,7 +91,7 @@ async def test_page_tables_in_many_parts() -> None:
         assert both.anomalies() == [{}, {}]
 
 
-@pytest.mark.parametrize("limits", [Limits(pending_grant_bytes=24 * PAGES_PER_PART), Limits(pending_grants=16)])
+@pytest.mark.parametrize("limits", [Limits(pending_grant_bytes=24 * PAGES_PER_PART), Bounds(pending_grants=16)])
 async def test_a_burst_of_large_grants_is_slowed_down_and_not_refused(limits: Limits) -> None:
     size, num_rooms = PAGES_PER_PART + 1, 24
     async with pair(size * num_rooms, limits=limits) as both:

@@ -14,7 +14,7 @@ import kvflow
 from kvflow import blocking
 from kvflow.backends import BackendEvent, OnBroken, OnEvents, PostEnded, PostInDoubt
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, RankBroken, TransferFailed
 from kvflow.stages.planning import Planning
 from kvflow.state.tables import Memory, Outcome
@@ -258,11 +258,11 @@ PACKING = {"staging_bytes": 2**14, "staging_slot_bytes": 2**10}
     ("changes", "least"),
     [
         ({}, {"prefill": 0, "decode": 1}),
-        ({"limits": Limits(descriptors_planned_inline=1)}, {"prefill": 1, "decode": 1}),
+        ({"limits": Bounds(descriptors_planned_inline=1)}, {"prefill": 1, "decode": 1}),
         ({"digest_every": 1}, {"prefill": 1, "decode": 2}),
         (
             {
-                "limits": Limits(bytes_per_post=1),
+                "limits": Bounds(bytes_per_post=1),
                 "sending": {"packing": "always", **PACKING},
                 "receiving": {"staging_slots": 4, **PACKING},
             },

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage
 from kvflow.geometry.plan import ExtentPlan, plan_extents
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 SLOT_BYTES = 1024
 """Bytes of a slot; a page takes 768."""
-PAGE_PIECES = Limits(bytes_per_post=1)
+PAGE_PIECES = Bounds(bytes_per_post=1)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import ConfigError, FailureReason
 from kvflow.geometry.layout import MemoryKind, MemoryRange
 from kvflow.geometry.pack import PackedRuns
@@ -172,7 +172,7 @@ async def test_a_device_without_memory_left_fails_the_transfer_and_the_slots_com
         copy_runs(runs, slot, on, gather=gather)
 
     with processor_as_device():
-        limits = Limits(bytes_per_post=1)
+        limits = Bounds(bytes_per_post=1)
         async with deploy(sending=SENDING, receiving=RECEIVING, limits=limits) as deployment:
             with monkeypatch.context() as patch:
                 patch.setattr(device, "copy_runs", fail)

@@ -9,7 +9,7 @@ import pytest
 
 import kvflow
 from kvflow import blocking
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
 from tests.support.failures import catch
 from tests.support.instances import (
@@ -37,9 +37,9 @@ SECOND = list(range(30, 40))
 """Pages of the recomputation."""
 TARGET = list(range(50, 60))
 OVERWRITTEN = 0xDD
-SLOWLY = Limits(bytes_per_post=1, posts_per_peer=1)
+SLOWLY = Bounds(bytes_per_post=1, posts_per_peer=1)
 """One page at a time."""
-FULL = Limits(bytes_per_post=1, posts_per_peer=1, queued_chunks=1)
+FULL = Bounds(bytes_per_post=1, posts_per_peer=1, queued_chunks=1)
 
 
 def compute(pool: Pool, pages: list[int], tokens: tuple[int, int] = (0, NUM_TOKENS)) -> None:

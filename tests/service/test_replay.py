@@ -17,8 +17,9 @@ import pytest
 
 import kvflow
 from benchmarks.processes import ChildProcess
+from kvflow.bounds import Bounds
 from kvflow.cli.main import main
-from kvflow.config import Limits, Timeouts
+from kvflow.config import Timeouts
 from kvflow.state.recorder import LENGTH_BYTES, Replay, replay
 from tests.support.failures import catch
 from tests.support.instances import UNTOUCHED, Deployment, decode_config, deploy, make_pool
@@ -133,7 +134,7 @@ async def record_both(folder: Path) -> None:
     for role in ("prefill", "decode"):
         (folder / role).touch(0o644)
     async with deploy(
-        limits=Limits(bytes_per_post=1),
+        limits=Bounds(bytes_per_post=1),
         sending={"packing": "always", "record": folder / "prefill", **SLOTS},
         receiving={"staging_slots": 2, "record": folder / "decode", **SLOTS},
     ) as deployment:

@@ -14,7 +14,7 @@ from typing_extensions import override
 import kvflow
 from kvflow import blocking
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError
 from tests.backends.endpoints import copies, open_backend
 from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 TOKENS = (0, 32)
 NUM_PAGES = 8
-PIECES = Limits(bytes_per_post=1)
+PIECES = Bounds(bytes_per_post=1)
 """Limits that make each page a piece, for several pieces in flight in both directions."""
 
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 import kvflow
 from kvflow.backends.memory import MemoryBackend
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.geometry import Descriptors
 from kvflow.state.tables import Memory, Outcome
 from tests.support.instances import (
@@ -61,7 +61,7 @@ async def test_any_tensor_parallel_size_to_any(backend: str, prefill_tp: int, de
 
 @pytest.mark.parametrize(("backend", "chunk"), on_backends([11], [None, 11]))
 async def test_large_chunks_go_in_pieces(backend: str, chunk: int | None) -> None:
-    limits = Limits(bytes_per_post=2 * PAGE_SIZE * BYTES_PER_TOKEN // 2)
+    limits = Bounds(bytes_per_post=2 * PAGE_SIZE * BYTES_PER_TOKEN // 2)
     async with deploy(backend, prefill_tp=2, decode_tp=1, limits=limits, digest_every=1) as deployment:
         request = deployment.request(7, 29)
         (handover,) = await request.hand_over(chunk=chunk, start=2)
@@ -128,7 +128,7 @@ async def test_many_transfers_share_the_ranks(backend: str) -> None:
 
 async def test_nothing_waits_for_another_transfer_to_end() -> None:
     """While the transport holds writes, every transfer still posts, up to the credit."""
-    async with deploy(limits=Limits(posts_per_peer=10)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=10)) as deployment:
         requests = [deployment.request(room, 8) for room in range(10)]
         (faults,) = deployment.faults
         faults.hold()
@@ -144,7 +144,7 @@ async def test_nothing_waits_for_another_transfer_to_end() -> None:
 
 
 async def test_credit_bounds_what_is_posted() -> None:
-    async with deploy(limits=Limits(posts_per_peer=3)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=3)) as deployment:
         requests = [deployment.request(room, 8) for room in range(8)]
         (faults,) = deployment.faults
         faults.hold()
@@ -161,7 +161,7 @@ async def test_credit_bounds_what_is_posted() -> None:
 
 async def test_a_full_queue_holds_the_engine_back() -> None:
     """With writes held, `chunk` waits once the queue is full, and continues when it drains."""
-    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1, queued_chunks=2)) as deployment:
         request = deployment.request(1, 40)
         (faults,) = deployment.faults
         faults.hold()
@@ -190,7 +190,7 @@ async def test_a_full_queue_holds_the_engine_back() -> None:
 
 async def test_every_engine_that_waits_for_room_goes_on() -> None:
     """More rooms wait than fit into the queue, and each of them is woken."""
-    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=2)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1, queued_chunks=2)) as deployment:
         requests = [deployment.request(room, 12) for room in range(8)]
         async with anyio.create_task_group() as tasks:
             for request in requests:
@@ -200,7 +200,7 @@ async def test_every_engine_that_waits_for_room_goes_on() -> None:
 
 
 async def test_chunk_that_is_cancelled_while_it_waits_was_not_offered() -> None:
-    async with deploy(limits=Limits(posts_per_peer=1, queued_chunks=1)) as deployment:
+    async with deploy(limits=Bounds(posts_per_peer=1, queued_chunks=1)) as deployment:
         request = deployment.request(1, 16)
         (faults,) = deployment.faults
         faults.hold()

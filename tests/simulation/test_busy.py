@@ -13,7 +13,7 @@ ROOMS = (1, 2, 3)
 START = """# Drawn: engines hold the interpreter for up to eight leases, at any moment of a transfer.
 prefill P: page 2, ranks 2, pages 16
 decode D: page 2, ranks 2, pages 16
-timeouts lease=1 handshake=60 transfer=600 open=600 grant=600 first_bytes=600 progress=600 announced=600 drain=60
+timeouts lease=1 handshake=60 transfer=600 open=600 grant=600 progress=600 drain=60
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.geometry import ComponentSlice, Descriptors, build_page_table
 from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.pages import PageTable, TokenPages
@@ -54,7 +54,7 @@ async def test_small_plans_are_made_on_the_event_loop_and_large_ones_beside_it(
     monkeypatch: pytest.MonkeyPatch, descriptors_inline: int, is_inline: bool
 ) -> None:
     planned = Planned(monkeypatch)
-    async with deploy(limits=Limits(descriptors_planned_inline=descriptors_inline)) as deployment:
+    async with deploy(limits=Bounds(descriptors_planned_inline=descriptors_inline)) as deployment:
         request = deployment.request(1, 30)
         await request.hand_over(chunk=10)
         request.assert_arrived()
@@ -179,7 +179,7 @@ async def test_nothing_is_kept_of_a_plan_whose_transfer_ended_while_it_was_made(
         return plan(work)
 
     monkeypatch.setattr(PlanWork, "plan", wait_and_plan)
-    async with deploy(limits=Limits(descriptors_planned_inline=1)) as deployment:
+    async with deploy(limits=Bounds(descriptors_planned_inline=1)) as deployment:
         (prefill,), request = deployment.prefill, deployment.request(1, 8)
         try:
             async with anyio.create_task_group() as tasks:

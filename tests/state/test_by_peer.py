@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import CapacityExceeded
 from kvflow.state import events as ev
@@ -20,7 +21,7 @@ OTHER = peer("other")
 
 def cost_on_prefill(num_rooms: int) -> int:
     """Return the cost of losing a decode rank that has one room, while others have many."""
-    core = PrefillDriver(limits=Limits(transfers=1_000, pending_grants=1_000))
+    core = PrefillDriver(limits=Bounds(transfers=1_000, pending_grants=1_000))
     core.connect()
     core.connect(OTHER)
     for room in range(num_rooms):
@@ -68,7 +69,7 @@ def cost_of_a_first_message(num_ranks: int) -> int:
 
 def cost_of_a_refused_room(num_ranks: int) -> int:
     """Return the cost of a room that is refused because bytes may still land at too many decode ranks."""
-    core = PrefillDriver(limits=Limits(unfenced=num_ranks))
+    core = PrefillDriver(limits=Bounds(unfenced=num_ranks))
     decode_ranks(core, num_ranks)
 
     def open_room() -> None:

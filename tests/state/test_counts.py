@@ -1,6 +1,6 @@
 """The counts that a core reports for monitoring."""
 
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.state import events as ev
 from kvflow.state.settings import LocalStagingSettings, WindowSettings
 from kvflow.wire.messages import Goodbye, StagingWindow
@@ -21,7 +21,7 @@ PACKED = LocalStagingSettings(4, 1024, 0.0, "always", gathers_inline=True)
 
 
 def test_a_prefill_core_counts_rooms_grants_and_pieces() -> None:
-    driver = PrefillDriver(limits=Limits(posts_per_peer=1))
+    driver = PrefillDriver(limits=Bounds(posts_per_peer=1))
     core = driver.core
     driver.connect()
     driver.hear(DECODE, grant())

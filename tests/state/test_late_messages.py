@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import CountAnomaly, ReportGranted
@@ -251,7 +251,7 @@ def test_a_late_word_that_everything_was_received_is_no_anomaly(prefill: Prefill
 
 
 def test_a_piece_that_waits_is_never_posted_after_the_cancel() -> None:
-    prefill = PrefillDriver(limits=Limits(posts_per_peer=1))
+    prefill = PrefillDriver(limits=Bounds(posts_per_peer=1))
     prefill.connect()
     prefill(ev.SendOpened(ROOM))
     prefill.hear(DECODE, grant())

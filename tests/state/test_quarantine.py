@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
@@ -39,9 +40,9 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS, st.integers(1, 12), st.integers(1, 1_200))
-def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int]], pages: int, num_bytes: int) -> None:
-    quarantine = Quarantine(Limits(quarantined_pages=pages, quarantined_bytes=num_bytes))
+@given(STEPS, st.integers(1, 1_200))
+def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int]], num_bytes: int) -> None:
+    quarantine = Quarantine(num_bytes)
     held: dict[int, Footprint] = {}
     for step, key, *size in steps:
         if step == "put":
@@ -52,17 +53,15 @@ def test_the_count_agrees_with_a_dictionary(steps: list[tuple[str, int, int, int
             held.pop(key, None)
         assert len(quarantine) == len(held)
         assert quarantine.total == (sum(item[0] for item in held.values()), sum(item[1] for item in held.values()))
-        is_full = quarantine.total[0] >= pages or quarantine.total[1] >= num_bytes
-        if is_full:
+        if quarantine.total.num_bytes >= num_bytes:
             with pytest.raises(CapacityExceeded) as refused:
                 quarantine.check_admission()
-            is_pages = quarantine.total[0] >= pages
             assert refused.value.values == {
                 "transfers": len(held),
                 "pages": quarantine.total[0],
                 "num_bytes": quarantine.total[1],
-                "limit": pages if is_pages else num_bytes,
-                "setting": "limits.quarantined_pages" if is_pages else "limits.quarantined_bytes",
+                "limit": num_bytes,
+                "setting": "limits.quarantined_bytes",
             }
         else:
             quarantine.check_admission()
@@ -82,7 +81,7 @@ def open_and_quarantine(core: DecodeDriver, generation: int, room: int) -> None:
 
 @pytest.fixture
 def decode() -> DecodeDriver:
-    core = DecodeDriver(limits=Limits(quarantined_pages=2))
+    core = DecodeDriver(limits=Limits(quarantined_bytes=200))
     core.connect(PREFILL)
     return core
 
@@ -92,16 +91,8 @@ def test_a_decode_rank_admits_until_its_quarantine_is_full(decode: DecodeDriver)
     open_and_quarantine(decode, 2, 2)
     with pytest.raises(CapacityExceeded, match="quarantine") as refused:
         decode(request(3, room=3))
-    assert (refused.value.values["transfers"], refused.value.values["setting"]) == (2, "limits.quarantined_pages")
+    assert (refused.value.values["transfers"], refused.value.values["setting"]) == (2, "limits.quarantined_bytes")
     assert set(decode.core.rooms.rooms) == {1, 2}, "what is refused leaves nothing behind"
-
-
-def test_bytes_fill_the_quarantine_as_well() -> None:
-    decode = DecodeDriver(limits=Limits(quarantined_bytes=100))
-    decode.connect(PREFILL)
-    open_and_quarantine(decode, 1, 1)
-    with pytest.raises(CapacityExceeded):
-        decode(request(2, room=2))
 
 
 def test_a_late_proof_frees_capacity(decode: DecodeDriver) -> None:
@@ -164,7 +155,7 @@ def test_a_release_does_not_touch_the_next_transfer_of_the_room(decode: DecodeDr
 @pytest.fixture
 def prefill() -> PrefillDriver:
     """A room with a write in doubt."""
-    core = PrefillDriver(limits=Limits(quarantined_pages=3, posts_per_peer=1))
+    core = PrefillDriver(limits=Bounds(quarantined_bytes=300, posts_per_peer=1))
     core.connect()
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())

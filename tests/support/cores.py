@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import FailureReason, KvflowError, Stage
 from kvflow.geometry.layout import KVLayout
@@ -155,7 +156,7 @@ class PrefillDriver:
         settings = PrefillSettings(
             domain=domain,
             timeouts=timeouts or Timeouts(),
-            limits=limits or Limits(),
+            limits=Bounds.from_limits(limits or Limits()),
             layout=self.side,
             backend=BACKEND,
             in_band_notices=in_band_notices,

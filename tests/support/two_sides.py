@@ -7,7 +7,8 @@ each promise as it is made. It does nothing by itself; tests drive it step by st
 
 from dataclasses import dataclass, field
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.ranges import TokenRange
@@ -36,13 +37,12 @@ TIMEOUTS = Timeouts(
     handshake_s=10.0,
     open_s=10.0,
     grant_s=10.0,
-    first_bytes_s=20.0,
     progress_s=8.0,
     drain_s=4.0,
     lease_s=6.0,
     transfer_s=40.0,
 )
-LIMITS = Limits(descriptors_planned_inline=3)
+LIMITS = Bounds(descriptors_planned_inline=3)
 """Chunks of more than about one token are planned off the event loop."""
 
 BROKEN = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/0", "broken")

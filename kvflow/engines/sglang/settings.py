@@ -68,7 +68,7 @@ class Settings(AdapterSettings, frozen=True, forbid_unknown_fields=True):
 
 def default_timeouts(wait_s: float) -> dict[str, float]:
     """Return timeouts with which SGLang decides how long a request waits for the other side."""
-    names = ("transfer_s", "open_s", "grant_s", "first_bytes_s", "progress_s", "announced_s")
+    names = ("transfer_s", "open_s", "grant_s", "progress_s")
     return {"lease_s": 10.0, **dict.fromkeys(names, wait_s)}
 
 

@@ -14,7 +14,6 @@ TIMEOUTS: Final = {
     "lease_s": 1.0,
     "handshake_s": 15.0,
     "transfer_s": 600.0,
-    "first_bytes_s": 600.0,
     "progress_s": 120.0,
 }
 """With this lease, prefill's blocks are free within a second after decode was killed.

@@ -66,7 +66,7 @@ class DecodeCore:
         self.me = me
         self._settings = settings
         self.timers: Timers[DecodeTimer] = Timers()
-        self.quarantine = Quarantine(settings.limits)
+        self.quarantine = Quarantine(settings.limits.quarantined_bytes)
         self.peers = PrefillPeers(me, settings, self.timers)
         self.windows = self.peers.windows
         context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)

@@ -79,7 +79,7 @@ class ReceiveDeadline(msgspec.Struct, frozen=True):
 
 
 class ReceiveStalled(msgspec.Struct, frozen=True):
-    """Timer: nothing has arrived for too long."""
+    """Timer: nothing more has arrived for too long."""
 
     generation: int
 

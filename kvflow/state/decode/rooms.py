@@ -154,8 +154,6 @@ class Rooms:
         effects = room.connected(ranks, self._time_left(room, now))
         for peer in room.told:
             self._by_peer.add(peer, room.generation)
-        if not room.is_announced:
-            self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.first_bytes_s)
         self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
         return self._follow(room, effects, now)
 
@@ -329,8 +327,8 @@ class Rooms:
                 detail = f"not complete within {room.opened.timeout_s} s"
                 return self.fail(room, self._error(FailureReason.DEADLINE, detail), now)
             case ReceiveStalled(generation):
-                room = self.rooms[generation]
-                return self.fail(room, self._error(FailureReason.STALLED, self._stall(room)), now)
+                room, detail = self.rooms[generation], f"nothing arrived for {self._timeouts.progress_s} s"
+                return self.fail(room, self._error(FailureReason.STALLED, detail), now)
             case ReceiveUnanswered(generation):
                 return self._retransmit(self.rooms[generation], now)
             case ReceiveUndrained(generation):
@@ -358,11 +356,6 @@ class Rooms:
 
     def _time_left(self, room: Room, now: float) -> float:
         return max(room.deadline - now, MIN_TIMEOUT_S)
-
-    def _stall(self, room: Room) -> str:
-        if room.num_arrived:
-            return f"nothing arrived for {self._timeouts.progress_s} s"
-        return f"nothing arrived within {self._timeouts.first_bytes_s} s"
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 

@@ -68,11 +68,11 @@ class PrefillCore:
     def __init__(self, me: PeerId, settings: PrefillSettings) -> None:
         self.me = me
         self.timers: Timers[PrefillTimer] = Timers()
-        self.quarantine = Quarantine(settings.limits)
+        self.quarantine = Quarantine(settings.limits.quarantined_bytes)
         self.peers = DecodePeers(self.timers, settings.limits.peers)
         self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
         self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
-        self.queue = PieceQueue(settings.limits, settings.timeouts.ageing_s, self.local_slots, self.slots)
+        self.queue = PieceQueue(settings.limits, self.local_slots, self.slots)
         context, failed = SendContext(me, settings, self.peers, self.queue, self.slots), FailedRooms()
         self.rooms = Rooms(context, failed, self.timers, self.quarantine)
         self.requests = Requests(context, self.rooms, failed, self.timers)

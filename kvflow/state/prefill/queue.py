@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.state.effects import Cost, Piece, PieceSlots
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
@@ -118,7 +118,6 @@ class PieceQueue:
 
     Args:
         limits: Bounds of each peer's window and queue.
-        ageing_s: Waiting time that lifts a piece by one class, in seconds.
         local: Staging slots of this rank.
         remote: Staging slots of its peers.
 
@@ -129,8 +128,7 @@ class PieceQueue:
 
     def __init__(
         self,
-        limits: Limits,
-        ageing_s: float,
+        limits: Bounds,
         local: SlotPool | None = None,
         remote: RemoteSlots | None = None,
     ) -> None:
@@ -138,7 +136,6 @@ class PieceQueue:
         self._remote = remote
         self._under_way: dict[tuple[DeliveryId, int], _UnderWay] = {}
         self._limits = limits
-        self._ageing_s = ageing_s
         self._lanes: dict[PeerId, _Lane] = {}
         self._windows: dict[PeerId, Window] = {}
         self.candidates: OrderedDict[PeerId, None] = OrderedDict()
@@ -174,7 +171,7 @@ class PieceQueue:
         """Append an expected piece to the queue of its delivery."""
         peer = piece.delivery.peer
         if peer not in self._lanes:
-            self._lanes[peer] = _Lane(self._ageing_s)
+            self._lanes[peer] = _Lane(self._limits.ageing_s)
         self._lanes[peer].push(_Entry(piece, now, wants_slot))
         self.candidates.setdefault(peer)
 

@@ -281,7 +281,7 @@ class Requests:
             self._rooms.close_replaced(delivery_id, kept)
         if not has_place:
             limits = self._limits
-            shared = f"limits.pending_grants={limits.pending_grants}, pending_grant_bytes={limits.pending_grant_bytes}"
+            shared = f"{limits.pending_grants} grants and limits.pending_grant_bytes={limits.pending_grant_bytes}"
             detail = (
                 f"too many grants for rooms that are not open: {len(self.waiting)}, of which {shared} allow a share"
             )

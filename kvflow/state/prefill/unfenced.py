@@ -113,7 +113,6 @@ class UnfencedDeliveries:
                 "too many ended transfers have writes that may still land at decode ranks",
                 unfenced=len(self),
                 limit=self._limit,
-                setting="limits.unfenced",
             )
 
     def excess(self, peer: PeerId) -> str | None:
@@ -123,7 +122,7 @@ class UnfencedDeliveries:
         if count < most and self._has_place():
             return None
         found = f"{count} ended transfers may still land at {peer.rank}, of {len(self)} in all"
-        return f"writes of {found}; limits.unfenced={self._limit} allows {most} to one rank"
+        return f"writes of {found}; a limit of {self._limit} allows {most} to one rank"
 
     def _has_place(self) -> bool:
         """Return whether there is place for another delivery.

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvflow.config import Limits
+from kvflow.bounds import Bounds
 from kvflow.fair_shares import FairShares
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
@@ -48,7 +48,7 @@ class WaitingRooms:
         limits: Bounds of their number, and of the bytes of their page tables.
     """
 
-    def __init__(self, timers: Timers[PrefillTimer], limits: Limits) -> None:
+    def __init__(self, timers: Timers[PrefillTimer], limits: Bounds) -> None:
         self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
         self._timers = timers
         self._by_peer: ByPeer[tuple[RoomId, PeerId]] = ByPeer()

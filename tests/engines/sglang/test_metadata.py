@@ -105,7 +105,7 @@ def test_settings_have_defaults_that_leave_waiting_to_sglang() -> None:
     made = settings.for_rank(default_timeouts(300.0), default_limits(3_000_000))
     timeouts = made["timeouts"]
     assert (made["backend"], timeouts.grant_s, timeouts.transfer_s, timeouts.lease_s) == ("nixl", 300.0, 300.0, 10.0)
-    assert (timeouts.progress_s, timeouts.announced_s) == (300.0, 300.0)
+    assert (timeouts.progress_s, timeouts.transfer_s) == (300.0, 300.0)
     assert settings.for_decode()["proofs"].process_end
     assert made["limits"].metadata_bytes == 3_000_000
 

@@ -25,7 +25,7 @@ from tests.support.receiving import ROOM, Transfer, request
 
 OTHER = peer("prefill", 1)
 NEXT = peer("prefill", 1, incarnation=2)
-TIMEOUTS = Timeouts(announced_s=200.0, transfer_s=60.0, handshake_s=5.0)
+TIMEOUTS = Timeouts(transfer_s=60.0, handshake_s=5.0)
 FAILED = Failed(room=ROOM, generation=1, engine_rank=0, failure=ABORTED, drained=True)
 
 
@@ -207,7 +207,7 @@ def test_pages_of_another_transfer_are_refused_and_it_stays_announced(connected:
 
 
 def test_it_gets_no_pages_while_too_many_are_in_quarantine() -> None:
-    core = DecodeDriver(Timeouts(drain_s=1.0), Limits(quarantined_pages=2), ends_with_process=False)
+    core = DecodeDriver(Timeouts(drain_s=1.0), Limits(quarantined_bytes=8), ends_with_process=False)
     core(request(1, room=8, footprint=Footprint(2, 8)))
     core.connect(PREFILL, OTHER)
     core(ev.ReceiveOpened(ROOM, 2, "elsewhere", {}, {}, 1, 60.0, b"secret", is_announced=True))

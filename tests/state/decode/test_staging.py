@@ -110,7 +110,7 @@ def test_a_staged_notice_counts_when_it_is_scattered_in_any_order(receiving: Rec
 
 def test_what_arrives_is_progress_before_it_is_scattered_and_again_when_it_has_been() -> None:
     receiving = Receiving(request(GENERATION, timeout_s=600.0))
-    receiving.core.pass_time(TIMEOUTS.first_bytes_s - 1)
+    receiving.core.pass_time(TIMEOUTS.progress_s + 1)
     receiving.notice(receiving.first)
     assert reports(receiving.core.pass_time(TIMEOUTS.progress_s - 1)) == []
     receiving.scattered(receiving.first)

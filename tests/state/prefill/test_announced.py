@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import PrefillEffect, ReportGranted, ReportSender
@@ -245,7 +246,7 @@ def test_a_rank_that_connects_again_in_time_has_still_announced(opened: PrefillD
 
 
 def test_announcements_and_grants_that_wait_are_bounded_together() -> None:
-    core = PrefillDriver(limits=Limits(pending_grants=1))
+    core = PrefillDriver(limits=Bounds(pending_grants=1))
     core.connect()
     core.hear(DECODE, announce())
     other = Announce(room=8, generation=2, num_decode_ranks=1, timeout_s=60.0)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvflow.config import Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import DisconnectTransport, PrefillEffect
@@ -155,7 +156,7 @@ def test_a_rank_that_leaves_disconnects_nobody(prefill: PrefillDriver) -> None:
 
 def test_writes_that_run_on_after_a_disconnection_hold_up_nobody() -> None:
     """After a partition, old writes may last a minute, until TCP retransmits, but the rank is back at once."""
-    core = PrefillDriver(Timeouts(lease_s=30.0), Limits(posts_per_peer=2))
+    core = PrefillDriver(Timeouts(lease_s=30.0), Bounds(posts_per_peer=2))
     core.connect(lease_s=30.0)
     assert posted(post(core, 1))
     assert posted(post(core, 2))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
 from kvflow.geometry.ranges import TokenRange
@@ -91,7 +92,7 @@ def test_a_decode_rank_that_wants_nothing_is_counted() -> None:
 
 
 def test_a_decode_rank_without_credit_holds_up_no_other() -> None:
-    core = connected(DECODE, OTHER, limits=Limits(posts_per_peer=1))
+    core = connected(DECODE, OTHER, limits=Bounds(posts_per_peer=1))
     core.hear(DECODE, grant(num_decode_ranks=2))
     core.hear(OTHER, grant(num_decode_ranks=2))
     core(chunk(0, 4))

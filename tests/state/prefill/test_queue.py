@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from kvflow.config import NUM_PRIORITIES, Limits, Timeouts
+from kvflow.bounds import Bounds
+from kvflow.config import NUM_PRIORITIES, Timeouts
 from kvflow.room import RoomId
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
@@ -58,7 +59,7 @@ def queue_of(
     jobs: Iterable[Queued], *, posts: int = 1_000, num_bytes: int = 1_000, num_descriptors: int = 1_000
 ) -> PieceQueue:
     queue = PieceQueue(
-        Limits(posts_per_peer=posts, bytes_per_peer=num_bytes, descriptors_per_peer=num_descriptors), ageing_s=AGEING_S
+        Bounds(posts_per_peer=posts, bytes_per_peer=num_bytes, descriptors_per_peer=num_descriptors, ageing_s=AGEING_S)
     )
     for queued in jobs:
         push(queue, queued)
@@ -163,7 +164,7 @@ def slots_of(num_slots: int, peers: Sequence[PeerId] = PEERS) -> RemoteSlots:
 
 
 def test_a_piece_that_waits_for_a_slot_that_will_never_be_free_goes_without() -> None:
-    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1))
+    queue = PieceQueue(Bounds(ageing_s=AGEING_S), SlotPool(1), slots_of(1))
     for to in PEERS[:2]:
         push(queue, job(delivery(to)), wants_slot=True)
     (taken,) = take_all(queue)
@@ -174,14 +175,14 @@ def test_a_piece_that_waits_for_a_slot_that_will_never_be_free_goes_without() ->
 
 
 def test_a_packed_piece_takes_one_descriptor_of_the_credit() -> None:
-    queue = PieceQueue(Limits(descriptors_per_peer=2), AGEING_S, SlotPool(3), slots_of(3))
+    queue = PieceQueue(Bounds(descriptors_per_peer=2, ageing_s=AGEING_S), SlotPool(3), slots_of(3))
     for seq in range(3):
         push(queue, job(delivery(), seq, num_descriptors=1_000), wants_slot=True)
     assert [taken.seq for taken in take_all(queue)] == [0, 1]
 
 
 def test_slots_of_a_piece_that_goes_directly_are_free_for_the_next_one() -> None:
-    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1))
+    queue = PieceQueue(Bounds(ageing_s=AGEING_S), SlotPool(1), slots_of(1))
     for seq in range(2):
         push(queue, job(delivery(), seq), wants_slot=True)
     (first,) = take_all(queue)
@@ -196,7 +197,7 @@ def test_slots_of_a_piece_that_goes_directly_are_free_for_the_next_one() -> None
 @pytest.mark.parametrize("how", PieceEnd)
 def test_peers_that_wait_for_a_local_slot_get_it_in_order(how: PieceEnd) -> None:
     """If the slot is lost, all of them go without one."""
-    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(2))
+    queue = PieceQueue(Bounds(ageing_s=AGEING_S), SlotPool(1), slots_of(2))
     for seq in range(2):
         for to in PEERS:
             push(queue, job(delivery(to), seq), wants_slot=True)
@@ -214,7 +215,7 @@ def test_peers_that_wait_for_a_local_slot_get_it_in_order(how: PieceEnd) -> None
 
 
 def test_a_peer_that_cannot_use_a_local_slot_does_not_keep_it_from_others() -> None:
-    queue = PieceQueue(Limits(posts_per_peer=1), AGEING_S, SlotPool(2), slots_of(1))
+    queue = PieceQueue(Bounds(posts_per_peer=1, ageing_s=AGEING_S), SlotPool(2), slots_of(1))
     taken = {}
     for to in (PEERS[0], PEERS[2]):
         push(queue, job(delivery(to)), wants_slot=True)
@@ -279,7 +280,7 @@ def test_a_post_in_doubt_gives_its_credit_back_once() -> None:
 
 
 def test_capacity_counts_pieces_that_wait_for_their_data_too() -> None:
-    queue = PieceQueue(Limits(queued_chunks=2), AGEING_S)
+    queue = PieceQueue(Bounds(queued_chunks=2, ageing_s=AGEING_S))
     queue.expect(PEERS[0])
     assert queue.has_capacity(PEERS)
     queue.expect(PEERS[0])
@@ -289,7 +290,7 @@ def test_capacity_counts_pieces_that_wait_for_their_data_too() -> None:
 
 
 def test_freed_capacity_is_said_only_where_there_was_none() -> None:
-    queue = PieceQueue(Limits(queued_chunks=2), AGEING_S)
+    queue = PieceQueue(Bounds(queued_chunks=2, ageing_s=AGEING_S))
     queue.expect(PEERS[0])
     queue.stop_expecting(PEERS[0], 1)
     assert not queue.has_freed_capacity
@@ -457,7 +458,7 @@ def test_a_turn_costs_the_same_however_many_wait() -> None:
 def steps_of_a_slot(num_peers: int) -> list[int]:
     """Return how many steps a few turns take while all peers wait for the only local slot."""
     peers = [peer("decode", number) for number in range(num_peers)]
-    queue = PieceQueue(Limits(), AGEING_S, SlotPool(1), slots_of(1, peers))
+    queue = PieceQueue(Bounds(ageing_s=AGEING_S), SlotPool(1), slots_of(1, peers))
     for to in peers:
         push(queue, job(delivery(to)), wants_slot=True)
     take_all(queue)

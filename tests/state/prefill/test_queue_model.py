@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflow.config import NUM_PRIORITIES, Limits
+from kvflow.bounds import Bounds
+from kvflow.config import NUM_PRIORITIES
 from kvflow.state.effects import Cost, Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.queue import PieceEnd, PieceQueue
@@ -17,7 +18,9 @@ from tests.support.sending import PEERS, delivery, piece
 
 AGEING_S = 1.0
 MAX_POSTS, MAX_BYTES, MAX_DESCRIPTORS = 3, 10, 12
-LIMITS = Limits(posts_per_peer=MAX_POSTS, bytes_per_peer=MAX_BYTES, descriptors_per_peer=MAX_DESCRIPTORS)
+LIMITS = Bounds(
+    posts_per_peer=MAX_POSTS, bytes_per_peer=MAX_BYTES, descriptors_per_peer=MAX_DESCRIPTORS, ageing_s=AGEING_S
+)
 
 peers = st.sampled_from(PEERS)
 deliveries = st.builds(delivery, peers, st.integers(1, 5))
@@ -47,7 +50,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.queue = PieceQueue(LIMITS, AGEING_S)
+        self.queue = PieceQueue(LIMITS)
         self.now = 0.0
         self.waiting: dict[DeliveryId, Waiting] = {}
         self.under_way: list[Piece] = []

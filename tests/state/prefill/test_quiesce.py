@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import LocalProtocolError
 from kvflow.geometry.layout import Component
@@ -21,7 +22,7 @@ from tests.support.small_routes import layout, small_pieces
 OTHER = delivery(OTHER_DECODE)
 ASKED = ev.QuiesceAsked(ROOM)
 TIMEOUTS = Timeouts(drain_s=4.0, grant_s=10.0, progress_s=30.0)
-ONE_POST = Limits(posts_per_peer=1)
+ONE_POST = Bounds(posts_per_peer=1)
 
 
 class Device:
@@ -225,7 +226,7 @@ def test_layers_that_never_come_fail_the_room() -> None:
 
 
 def test_a_plan_that_is_being_made_is_posted_and_waited_for() -> None:
-    core = granted(Limits(descriptors_planned_inline=1))
+    core = granted(Bounds(descriptors_planned_inline=1))
     assert [piece.seq for piece in planned(core(chunk(0, 4)))] == [0]
     core(chunk(4, 8))
     assert quiesced(core(ASKED)) == []
@@ -235,7 +236,7 @@ def test_a_plan_that_is_being_made_is_posted_and_waited_for() -> None:
 
 def test_a_piece_that_was_planned_directly_is_not_overtaken_by_forgotten_ones() -> None:
     """A later, smaller piece may be posted while a larger one is still being planned."""
-    core = granted(Limits(descriptors_planned_inline=3))
+    core = granted(Bounds(descriptors_planned_inline=3))
     core(chunk(0, 4))
     assert posted(core(chunk(4, 5))) == [(1, (4, 5))]
     core(ASKED)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError
 from kvflow.state import events as ev
@@ -52,7 +53,7 @@ def granted(core: PrefillDriver) -> PrefillDriver:
 
 def one_post_at_a_time() -> PrefillDriver:
     """A granted room in which each post waits for the end of the one before."""
-    core = PrefillDriver(limits=Limits(posts_per_peer=1))
+    core = PrefillDriver(limits=Bounds(posts_per_peer=1))
     core.connect()
     core(ev.SendOpened(ROOM))
     core.hear(DECODE, grant())
@@ -362,7 +363,7 @@ def test_room_in_use_and_unknown_rooms_are_refused(core: PrefillDriver) -> None:
 
 
 def test_rooms_and_waiting_grants_are_bounded() -> None:
-    core = PrefillDriver(limits=Limits(transfers=1, pending_grants=1))
+    core = PrefillDriver(limits=Bounds(transfers=1, pending_grants=1))
     core.connect()
     core(ev.SendOpened(ROOM))
     with pytest.raises(CapacityExceeded):
@@ -372,7 +373,7 @@ def test_rooms_and_waiting_grants_are_bounded() -> None:
     assert failed.failure.reason is FailureReason.CAPACITY
 
 
-@pytest.mark.parametrize("limits", [Limits(pending_grants=8), Limits(pending_grant_bytes=8 * 4)])
+@pytest.mark.parametrize("limits", [Bounds(pending_grants=8), Limits(pending_grant_bytes=8 * 4)])
 def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -> None:
     core = PrefillDriver(limits=limits)
     greedy, honest = peer("greedy"), peer("honest")
@@ -404,7 +405,7 @@ def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bo
 
 
 def test_who_is_kept_from_more_keeps_what_is_retransmitted() -> None:
-    core = PrefillDriver(limits=Limits(pending_grants=8))
+    core = PrefillDriver(limits=Bounds(pending_grants=8))
     greedy, other = peer("greedy"), peer("other")
     core.connect(greedy)
     core.connect(other)
@@ -415,7 +416,7 @@ def test_who_is_kept_from_more_keeps_what_is_retransmitted() -> None:
 
 
 def test_made_up_names_have_one_share_together() -> None:
-    core = PrefillDriver(limits=Limits(peers=8, pending_grants=8))
+    core = PrefillDriver(limits=Bounds(peers=8, pending_grants=8))
     made_up = [peer(f"greedy-{number}") for number in range(5)]
     for who in made_up[:4]:
         core.connect(who, principal="greedy-*")
@@ -667,7 +668,7 @@ def linger(core: PrefillDriver, room: int, decode: PeerId) -> None:
 
 
 def test_a_decode_rank_at_which_too_much_may_still_land_is_refused_and_others_are_served() -> None:
-    core = PrefillDriver(limits=Limits(unfenced=16))
+    core = PrefillDriver(limits=Bounds(unfenced=16))
     other = peer("decode", 1)
     for decode in (DECODE, other):
         core.connect(decode)
@@ -681,7 +682,7 @@ def test_a_decode_rank_at_which_too_much_may_still_land_is_refused_and_others_ar
 
 
 def test_nothing_is_begun_while_too_much_may_still_land_at_decode_ranks_that_are_connected() -> None:
-    core = PrefillDriver(limits=Limits(unfenced=1))
+    core = PrefillDriver(limits=Bounds(unfenced=1))
     core.connect()
     linger(core, 1, DECODE)
     with pytest.raises(CapacityExceeded, match="may still land"):
@@ -690,7 +691,7 @@ def test_nothing_is_begun_while_too_much_may_still_land_at_decode_ranks_that_are
 
 def test_nothing_is_dropped_if_that_does_not_make_place() -> None:
     """The driver checks that the core is unchanged by a request that it refuses."""
-    core = PrefillDriver(limits=Limits(unfenced=2))
+    core = PrefillDriver(limits=Bounds(unfenced=2))
     ranks = [peer("decode", number) for number in range(3)]
     for room, decode in enumerate(ranks, 1):
         core.connect(decode)
@@ -710,7 +711,7 @@ def test_nothing_is_dropped_if_that_does_not_make_place() -> None:
 
 
 def test_what_may_still_land_at_a_decode_rank_that_is_gone_is_dropped_and_it_is_never_told_drained() -> None:
-    core = PrefillDriver(limits=Limits(unfenced=1))
+    core = PrefillDriver(limits=Bounds(unfenced=1))
     core.connect()
     linger(core, 1, DECODE)
     core.sleep(10.0)

@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange
@@ -124,7 +125,7 @@ def test_a_delivery_is_written_when_every_piece_is(core: PrefillDriver) -> None:
 
 
 def test_an_end_drops_the_pieces_that_wait() -> None:
-    core = connected(Limits(posts_per_peer=1))
+    core = connected(Bounds(posts_per_peer=1))
     core.hear(DECODE, grant(tokens=(0, 12)))
     core(chunk(0, 12, last=True))
     assert len(core.core.queue) == 2
@@ -134,7 +135,7 @@ def test_an_end_drops_the_pieces_that_wait() -> None:
 
 
 def test_the_next_piece_goes_when_the_one_before_has_ended() -> None:
-    core = connected(Limits(posts_per_peer=1))
+    core = connected(Bounds(posts_per_peer=1))
     core.hear(DECODE, grant())
     assert posted(core(chunk(0, 8, last=True))) == [(0, (0, 4))]
     assert posted(end(core, 0)) == [(1, (4, 8))]

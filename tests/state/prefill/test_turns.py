@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.state import events as ev
 from kvflow.state.effects import AdmitChunks, DropPlan, PostPlan, PrefillEffect, YieldTurn
@@ -72,7 +73,7 @@ def test_fewer_pieces_need_no_turn() -> None:
 def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
     probe = granted(continues=True)
     (one,) = pieces(probe(chunk(0, 2)))
-    core = granted(Limits(descriptors_planned_inline=one.cost.num_descriptors * 2))
+    core = granted(Bounds(descriptors_planned_inline=one.cost.num_descriptors * 2))
     effects = core(chunk(0, 10))
     assert posts_of(effects) == [0, 1]
     assert effects[-1] == YieldTurn()
@@ -85,7 +86,7 @@ def test_a_turn_ends_also_when_so_many_descriptors_were_planned() -> None:
 def slow(**changes: object) -> PrefillDriver:
     """Make every plan too large for the event loop."""
     return granted(
-        Limits(descriptors_planned_inline=1),
+        Bounds(descriptors_planned_inline=1),
         continues=True,
         asked=grant(**({"tokens": (0, 24)} | changes)),  # type: ignore[arg-type]
     )
@@ -116,7 +117,7 @@ def test_a_large_plan_that_fails_makes_way_for_the_next_one() -> None:
 
 def test_a_large_plan_for_one_decode_rank_does_not_delay_small_pieces_for_another() -> None:
     (one,) = pieces(granted(continues=True)(chunk(0, 2)))
-    core = granted(Limits(descriptors_planned_inline=one.cost.num_descriptors - 1), continues=True)
+    core = granted(Bounds(descriptors_planned_inline=one.cost.num_descriptors - 1), continues=True)
     core.connect(OTHER_DECODE, split_policy=ONE_PAGE)
     core(ev.SendOpened(8))
     core.hear(OTHER_DECODE, grant(room=8, tokens=(0, 1)))
@@ -208,7 +209,7 @@ def full(limits: Limits) -> PrefillDriver:
 
 
 def test_a_chunk_may_be_offered_while_fewer_pieces_wait_than_allowed() -> None:
-    core = full(Limits(posts_per_peer=1, queued_chunks=3))
+    core = full(Bounds(posts_per_peer=1, queued_chunks=3))
     assert core.core.rooms.has_capacity(ROOM), "one is posted, two wait"
     core(chunk(6, 8))
     assert not core.core.rooms.has_capacity(ROOM)
@@ -216,7 +217,7 @@ def test_a_chunk_may_be_offered_while_fewer_pieces_wait_than_allowed() -> None:
 
 
 def test_chunks_that_wait_for_capacity_are_offered_when_there_is_some_again() -> None:
-    core = full(Limits(posts_per_peer=1, queued_chunks=2))
+    core = full(Bounds(posts_per_peer=1, queued_chunks=2))
     assert not core.core.rooms.has_capacity(ROOM)
     effects = end(core, 0)
     assert effects[-1] == AdmitChunks()
@@ -225,12 +226,12 @@ def test_chunks_that_wait_for_capacity_are_offered_when_there_is_some_again() ->
 
 
 def test_an_end_frees_capacity_for_chunks_to_the_same_decode_rank() -> None:
-    core = full(Limits(posts_per_peer=1, queued_chunks=2))
+    core = full(Bounds(posts_per_peer=1, queued_chunks=2))
     assert AdmitChunks() in core(ev.SendAborted(ROOM, ABORTED))
 
 
 def test_a_decode_rank_with_too_much_in_line_holds_up_only_rooms_that_it_asked_for() -> None:
-    core = full(Limits(posts_per_peer=1, queued_chunks=2))
+    core = full(Bounds(posts_per_peer=1, queued_chunks=2))
     core.connect(OTHER_DECODE)
     core(ev.SendOpened(8))
     core.hear(OTHER_DECODE, grant(room=8))
