@@ -12,11 +12,10 @@ import msgspec
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
-from kvflow.geometry.pack import PackedRuns, PackedSlices, Payload, find_runs, find_slices
+from kvflow.geometry.pack import PackedRuns, PackedSlices, Payload, find_runs
 from kvflow.geometry.pages import PageTable
-from kvflow.geometry.routes import RegionSlice
 
-__all__ = ["Allocation", "Copier", "PackWork", "PageMemory"]
+__all__ = ["Allocation", "Copier", "PackWork"]
 
 
 class Allocation(NamedTuple):
@@ -70,29 +69,6 @@ class Copier(abc.ABC):
             PlanError: The memory does not match the layout.
             MemoryError: There is not enough temporary memory. A part may have been copied.
         """
-
-
-class PageMemory:
-    """The pages of this rank, for packing.
-
-    Args:
-        layout: Layout of the pages.
-        view: Gives access to the memory, if it is host memory.
-        copier: Copier for this kind of memory.
-    """
-
-    def __init__(self, layout: KVLayout, view: View, copier: Copier) -> None:
-        self.copier = copier
-        self._layout = layout
-        self._bases = copier.bases(layout, view)
-
-    def find(self, slices: Sequence[RegionSlice]) -> dict[str, PackedSlices]:
-        """Find the slices of a route at addresses in this process. Callers cache the result for each peer.
-
-        Raises:
-            PlanError: The route has a region slice that this rank does not have.
-        """
-        return find_slices(slices, self._layout, self._bases)
 
 
 class PackWork(msgspec.Struct, frozen=True):

@@ -136,14 +136,8 @@ def copy_runs(
     """Copy runs between the memory that they name and a staging slot, all of it on one device.
 
     The copy is asynchronous: it is complete when the current stream of the device is. May be called in any thread;
-    temporary memory comes from that stream.
-
-    Args:
-        runs: Runs at addresses in this process, from `pack`.
-        slot: Slot in this process; the payload starts at its first byte and fits.
-        device: Device of memory and slot.
-        gather: Copy from memory into the slot; otherwise from the slot into memory.
-        block_words: Maximum words copied at once; a longer run is copied alone, without temporary memory.
+    temporary memory comes from that stream. Arguments as for `Copier.copy`, and the device of memory and slot. At most
+    `block_words` are copied at once; a longer run is copied alone, without temporary memory.
 
     Raises:
         PlanError: The memory is not on that device.

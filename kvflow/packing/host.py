@@ -17,7 +17,7 @@ from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing.copier import Allocation, Copier
 
-__all__ = ["HostCopier", "copy_runs"]
+__all__ = ["HostCopier"]
 
 BLOCK_BYTES: Final = 2**18
 """Bytes copied at once; a block stays in the L2 cache."""
@@ -40,30 +40,6 @@ def _elements(address: int, num_bytes: int, length: int) -> NDArray[np.void]:
     return np.asarray(_Addressed(address, num_bytes, length))
 
 
-def copy_runs(runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
-    """Copy runs between the memory that they name and a staging slot. May be called in any thread.
-
-    Args:
-        runs: Runs at addresses in this process, from `pack`.
-        slot: Slot in this process; the payload starts at its first byte and fits.
-        gather: Copy from memory into the slot; otherwise from the slot into memory.
-    """
-    for group in runs:
-        first = int(group.memory.min())
-        span = int(group.memory.max()) - first + group.length
-        memory = _elements(first, span, group.length)
-        payload = _elements(slot.address, slot.length, group.length)
-        at = (group.memory - np.uint64(first)).astype(np.intp)
-        places = group.payload.astype(np.intp)
-        step = max(1, BLOCK_BYTES // group.length)
-        for start in range(0, len(at), step):
-            block = slice(start, start + step)
-            if gather:
-                payload[places[block]] = memory[at[block]]
-            else:
-                memory[at[block]] = payload[places[block]]
-
-
 class HostCopier(Copier):
     """A copier for host memory, with numpy."""
 
@@ -84,4 +60,17 @@ class HostCopier(Copier):
 
     @override
     def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
-        copy_runs(runs, slot, gather=gather)
+        for group in runs:
+            first = int(group.memory.min())
+            span = int(group.memory.max()) - first + group.length
+            memory = _elements(first, span, group.length)
+            payload = _elements(slot.address, slot.length, group.length)
+            at = (group.memory - np.uint64(first)).astype(np.intp)
+            places = group.payload.astype(np.intp)
+            step = max(1, BLOCK_BYTES // group.length)
+            for start in range(0, len(at), step):
+                block = slice(start, start + step)
+                if gather:
+                    payload[places[block]] = memory[at[block]]
+                else:
+                    memory[at[block]] = payload[places[block]]

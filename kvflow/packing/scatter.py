@@ -8,10 +8,10 @@ from typing import Final
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, MemoryRange
-from kvflow.geometry.pack import PackedSlices, Payload
+from kvflow.geometry.pack import PackedSlices, Payload, find_slices
 from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.routes import RegionSlice
-from kvflow.packing.copier import PackWork, PageMemory
+from kvflow.packing.copier import PackWork
 from kvflow.packing.staging import StagingMemory
 from kvflow.state.effects import ScatterStaged
 from kvflow.state.events import ConnectedRank, ReceiveOpened
@@ -35,7 +35,7 @@ class Scattering:
     def __init__(self, memory: StagingMemory, layout: KVLayout, view: View) -> None:
         self._layout = layout
         self._copier = memory.copier
-        self._pages = functools.cache(lambda: PageMemory(layout, view, memory.copier))
+        self._bases = functools.cache(lambda: memory.copier.bases(layout, view))
         self._tables: dict[int, Mapping[str, PageTable]] = {}
         self._slices: OrderedDict[PeerId, tuple[tuple[RegionSlice, ...], Mapping[str, PackedSlices]]] = OrderedDict()
 
@@ -61,7 +61,7 @@ class Scattering:
         known = self._slices.get(rank.peer)
         if known is not None and known[0] == rank.slices:  # its route may have changed with other ranks of its instance
             return known[1]
-        found = self._pages().find(rank.slices)
+        found = find_slices(rank.slices, self._layout, self._bases())
         self._slices[rank.peer] = rank.slices, found
         while len(self._slices) > MAX_KEPT:
             self._slices.popitem(last=False)

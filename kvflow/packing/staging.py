@@ -11,10 +11,10 @@ from kvflow.config import PrefillConfig, RankConfig
 from kvflow.geometry.binding import BoundRoute
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
-from kvflow.geometry.pack import PackedSlices, Payload
+from kvflow.geometry.pack import PackedSlices, Payload, find_slices
 from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import RegionSlice
-from kvflow.packing.copier import Copier, PackWork, PageMemory
+from kvflow.packing.copier import Copier, PackWork
 from kvflow.packing.host import HostCopier
 from kvflow.state.effects import Piece
 from kvflow.state.settings import LocalStagingSettings, WindowSettings
@@ -164,15 +164,16 @@ class LocalStaging:
         )
         self._start = memory.range.address
         self._copier = memory.copier
-        self._pages = functools.cache(lambda: PageMemory(layout, view, memory.copier))
+        self._layout = layout
+        self._bases = functools.cache(lambda: memory.copier.bases(layout, view))
 
     def find(self, slices: Sequence[RegionSlice]) -> Mapping[str, PackedSlices]:
-        """Find the slices of a route in this rank's pages.
+        """Find the slices of a route in this rank's pages, at addresses in this process.
 
         Raises:
             PlanError: The route has a slice that this rank does not have.
         """
-        return self._pages().find(slices)
+        return find_slices(slices, self._layout, self._bases())
 
     def gathering(self, piece: Piece, slices: Mapping[str, PackedSlices], *, head_major: bool) -> Gathering | None:
         """Return the gathering of a piece; None if the piece has no slots.

@@ -1,6 +1,6 @@
 """Liveness of a peer: what both roles track of one incarnation of a rank at the other end. Pure."""
 
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -8,6 +8,7 @@ from kvflow.config import PINGS_PER_LEASE
 from kvflow.errors import FailureReason
 from kvflow.state.effects import LogEvent
 from kvflow.state.tables import PEER, PeerSignal, PeerState
+from kvflow.state.timers import Timers
 from kvflow.wire.messages import Drained, Failed, Failure, Goodbye, Message, Notice, PeerId, Ping, Pong, SlotQuery
 
 __all__ = ["BUSY_LEASES", "LeaseCheck", "Peer", "is_genuine", "log_loss"]
@@ -26,16 +27,6 @@ class LeaseCheck(msgspec.Struct, frozen=True):
     peer: PeerId
 
 
-class LeaseTimers(Protocol):
-    """Timers that can hold checks."""
-
-    def set(self, key: LeaseCheck, when: float) -> None:
-        """Set a timer."""
-
-    def clear(self, key: LeaseCheck) -> bool:
-        """Clear a timer; return whether it was set."""
-
-
 class Peer:
     """One incarnation of a rank at the other end.
 
@@ -48,7 +39,7 @@ class Peer:
         heard_at: When its last message arrived, in seconds of the clock of events.
     """
 
-    def __init__(self, peer: PeerId, timers: LeaseTimers) -> None:
+    def __init__(self, peer: PeerId, timers: Timers[Any]) -> None:
         self.id = peer
         self.state = PeerState.LOST  # until `connected`, which follows at once
         self.lease_s = 0.0

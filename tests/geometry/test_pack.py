@@ -1,6 +1,6 @@
 """Packing: what one side gathers, the other scatters to the right cells, for any two layouts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ from kvflow.geometry import (
 )
 from kvflow.geometry.expected import ExpectedBytes, expected_bytes
 from kvflow.geometry.layout import MemoryRange
-from kvflow.geometry.pack import Payload, find_runs, find_slices, is_head_major
+from kvflow.geometry.pack import PackedSlices, Payload, find_runs, find_slices, is_head_major
 from kvflow.geometry.pages import TokenPages
 from kvflow.geometry.ranges import WHOLE
-from kvflow.packing.copier import Copier, PackWork, PageMemory
+from kvflow.packing.copier import Copier, PackWork
 from kvflow.packing.device import DeviceCopier
 from kvflow.packing.host import HostCopier
 from tests.support.links import Link, links
@@ -46,13 +46,13 @@ stops = st.sets(st.integers(1, 5), max_size=2).map(lambda found: tuple(sorted(fo
 COPIERS = [HostCopier(), DeviceCopier(torch.device("cpu"))]
 
 
-def memory_of(rank: Rank, copier: Copier) -> PageMemory:
+def pieces_of(rank: Rank, slices: Sequence[RegionSlice], copier: Copier) -> dict[str, PackedSlices]:
     def view(memory: MemoryRange) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         start = memory.address - rank.base
         assert 0 <= start <= start + memory.length <= len(rank.memory)
         return rank.memory[start : start + memory.length]
 
-    return PageMemory(rank.layout, view, copier)
+    return find_slices(slices, rank.layout, copier.bases(rank.layout, view))
 
 
 def payloads(world: World, bound: BoundRoute, order: Order) -> Iterator[Payload]:
@@ -83,14 +83,14 @@ def move(world: World, link: Link, order: Order, copier: Copier) -> None:
         num_bytes = expected_bytes(bound.expected, payload.ranges, world.wanted, payload.layers)
         staging = np.full(num_bytes + 2, 0xAB, np.uint8)
         slot = MemoryRange(staging.ctypes.data + 1, num_bytes)
-        PackWork(payload, memory_of(source, copier).find(route.slices), src, slot, copier).gather(num_bytes)
+        PackWork(payload, pieces_of(source, route.slices, copier), src, slot, copier).gather(num_bytes)
         runs, total = find_runs(payload, find_slices(route.slices, source.layout), src)
         assert total == num_bytes
         covered = sorted(
             at for group in runs for place in group.payload.tolist() for at in range(place, place + group.length)
         )
         assert covered == list(range(num_bytes))
-        PackWork(payload, memory_of(target, copier).find(route.slices), dst, slot, copier).scatter(num_bytes)
+        PackWork(payload, pieces_of(target, route.slices, copier), dst, slot, copier).scatter(num_bytes)
         assert staging[0] == staging[-1] == 0xAB
 
 
@@ -140,7 +140,8 @@ def test_a_whole_page_is_one_run_if_its_order_is_that_of_the_payload(order: str,
 def test_a_payload_of_another_size_or_of_other_pages_is_refused() -> None:
     layout = small_layout("NHD", (0, 2))
     memory = np.zeros(layout.component("kv").page_bytes * 4, np.uint8)
-    pieces = PageMemory(layout, lambda _: memory, HostCopier()).find((RegionSlice("kv", "k", 0, (0, 2)),))
+    bases = HostCopier().bases(layout, lambda _: memory)
+    pieces = find_slices((RegionSlice("kv", "k", 0, (0, 2)),), layout, bases)
     table = build_page_table(layout.component("kv"), TokenPages((0, 4), [3]))
     slot = np.ones(256, np.uint8)
 

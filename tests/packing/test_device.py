@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from kvflow.errors import PlanError
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.pack import PackedRuns
-from kvflow.packing import device, host
+from kvflow.packing import device
 from kvflow.packing.device import DeviceCopier, Rows, bytes_at, find_device, word_bytes
+from kvflow.packing.host import HostCopier
 from tests.support.torch_buffers import device_of_cuda
 
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ def test_runs_are_copied_and_no_other_byte_is(on: torch.device, gather: bool, co
     expected = one_by_one(copy, Buffers(copy, on).before, gather=gather)
     buffers, in_host_memory = Buffers(copy, on), Buffers(copy, CPU)
     device.copy_runs(buffers.runs, buffers.slot, on, gather=gather, block_words=block_words)
-    host.copy_runs(in_host_memory.runs, in_host_memory.slot, gather=gather)
+    HostCopier().copy(in_host_memory.runs, in_host_memory.slot, gather=gather)
     for found, twin, oracle in zip(buffers.bytes(), in_host_memory.bytes(), expected, strict=True):
         np.testing.assert_array_equal(found, oracle)
         np.testing.assert_array_equal(twin, oracle)
