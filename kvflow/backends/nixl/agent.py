@@ -1,13 +1,7 @@
-"""A NIXL agent as used on its owner thread: tracks posts and endpoints, and decides when a post has ended.
+"""A NIXL agent as used on its owner thread: its endpoints, and what is posted over them.
 
-An error proves little. The measurements behind this module, and the conclusions:
+What ends a post is in `writes`. The measurements behind this module, and the conclusions:
 
-* An endpoint error (RemoteDisconnect: the peer was killed, its agent closed, or its connection broke) ends every post
-  to that peer, and the source is no longer read: after 92 kills in the middle of 256 MiB, over CMA, shared memory and
-  TCP, the kernel saw no page of it read. Such a post has ended after one more round of progress, in which the library
-  cancels what is left. Over TCP, bytes may remain in the socket buffers of a live peer: they linger.
-* Any other error leaves the endpoint usable, and earlier parts of the same post may still be in flight, so the post is
-  in doubt. A later post over the same endpoint is a fence: when it is done, so is everything before it.
 * A failed endpoint stays failed, even if the peer is alive. Removing the agent and adding it again makes a new one.
 * Removing a live peer leaves its connections open on both sides, one file descriptor per lane, until either process
   ends; removing on both sides changes nothing. Therefore some sound endpoints are kept when a rank disconnects a peer
@@ -34,7 +28,8 @@ from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
 from kvflow.backends.nixl.outgoing import ANSWER_S, InUse, OutgoingSockets, StaleConnections
 from kvflow.backends.nixl.paths import paths_besides_tcp
-from kvflow.backends.nixl.posts import NativeEndpoint, NativeWrite, PostQueue, PreparedLists, Write, joined
+from kvflow.backends.nixl.posts import NativeEndpoint, PostQueue, PreparedLists, Write, joined
+from kvflow.backends.nixl.writes import NativeWrites
 from kvflow.errors import BackendError, RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.layout import MemoryKind
@@ -86,12 +81,10 @@ class NixlAgent:
         self._gathered: list[BackendEvent] = []
         self._emit = self._gathered.extend
         self._not_found = api.nixlBind.nixlNotFoundError
-        self._disconnected = api.nixlBind.nixlRemoteDisconnectError
         # With plugin threads, posts run in an unknown order, so no post is a fence for another.
-        self._has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
-        self._running: dict[int, NativeWrite] = {}
-        self._in_doubt: dict[int, NativeWrite] = {}
-        self._failed: dict[int, NativeWrite] = {}
+        has_fences = plugin == "UCX" and int(plugin_options.get("num_threads", "0")) == 0
+        disconnected = api.nixlBind.nixlRemoteDisconnectError
+        self._writes = NativeWrites(self._emit, self._clean_up, disconnected, has_fences=has_fences)
         self._other_paths = " or ".join(paths_besides_tcp(plugin))
         self._name = name
         self._blobs: set[bytes] = set()
@@ -99,7 +92,6 @@ class NixlAgent:
         self._former: list[NativeEndpoint] = []
         self._disconnecting: dict[str, None] = {}
         self._kept: dict[str, None] = {}
-        self._num_posts = 0
         self._is_watching = False
         self._left_open = StaleConnections()
         self._silence_at = 0.0
@@ -139,7 +131,7 @@ class NixlAgent:
         connection = self._connections.get(peer)
         if connection is not None:
             is_sound = not connection.has_failed and connection.blob == blob
-            if is_sound and not self._is_in_use(connection):
+            if is_sound and not self._writes.is_used(connection):
                 return
             if not self._clean_up(self.poll):  # posts over a failed endpoint raise during this poll
                 raise BackendError("writes over the previous endpoint of this peer have not ended", peer=peer)
@@ -160,10 +152,10 @@ class NixlAgent:
         writes = outbox.take_writes()
         if not writes:  # they were joined with an earlier write
             return
-        post = self._prepare(outbox, writes)
+        prepared = self._prepare(outbox, writes)
         self._hand_on()  # the next call may take long
-        if post is not None:
-            self._follow(post, post.connection.agent.transfer)
+        if prepared is not None:
+            self._writes.start(writes, *prepared)
 
     def post_now(self, outbox: PostQueue) -> None:
         """Start the next writes of an outbox on the event loop, then poll and deliver the resulting events."""
@@ -178,7 +170,7 @@ class NixlAgent:
         connection = self._connections.get(peer)
         return connection is not None and connection.is_used
 
-    def _prepare(self, outbox: PostQueue, writes: Sequence[Write]) -> NativeWrite | None:
+    def _prepare(self, outbox: PostQueue, writes: Sequence[Write]) -> tuple[NativeEndpoint, Any] | None:
         connection = self._connections.get(outbox.peer)
         if connection is None or connection.has_failed:
             error = "the connection to the peer has failed; it must be connected anew"
@@ -186,15 +178,11 @@ class NixlAgent:
             return None
         try:
             payload = pack_notices(write.notice for write in writes)
-            handle = self._make_handle(connection, writes[0].kinds, joined(writes), payload)
+            return connection, self._make_handle(connection, writes[0].kinds, joined(writes), payload)
         except Exception as error:  # noqa: BLE001 - nothing was posted; reported to the caller as an event
             connection.has_erred = True
             self._emit([PostEnded(write.post_id, error_text(error)) for write in writes])
             return None
-        num_bytes = sum(write.num_bytes for write in writes)
-        post = NativeWrite(tuple(write.post_id for write in writes), connection, handle, self._num_posts, num_bytes)
-        self._num_posts += 1
-        return post
 
     def _make_handle(
         self,
@@ -220,36 +208,33 @@ class NixlAgent:
 
     def is_busy(self) -> bool:
         """Return whether events are expected soon."""
-        return bool(self._running or self._failed) or self._is_watching
+        return self._writes.is_moving or self._is_watching
 
     def poll(self) -> bool:
         """Let the library make progress and deliver the resulting events. Return whether anything happened."""
         self._hand_on()
-        num_running = len(self._running)
+        num_running = self._writes.num_running
         try:
-            self._poll_posts()
+            self._writes.poll()
             notices = self._agents.progress()
             self._note_writers(notices)
             if len(self._delivery) < MAX_WAITING:
                 self._take_in(notices)
-            self._end_failed()
+            self._writes.end_failed()
         finally:
             self._hand_on()  # before raising, and before removing peers, which may take long
         self._finish_disconnecting()
         self._remove_former()
         self._look_at_left_open()
         self._close_silent()
-        return bool(notices) or len(self._running) != num_running
+        return bool(notices) or self._writes.num_running != num_running
 
     def close(self, timeout_s: float) -> None:
         """Wait for running posts, then destroy the agents: nothing else is certain to stop a post."""
         give_up = time.monotonic() + timeout_s
-        while self._running and time.monotonic() < give_up and self._clean_up(self.poll):
+        while self._writes.num_running and time.monotonic() < give_up and self._clean_up(self.poll):
             time.sleep(CLOSE_POLL_S)
-        error = "stopped by closing the endpoint"
-        stopped = [end for post in self._unended() for end in post.ended(error, lingers=True)]
-        for posts in (self._running, self._in_doubt, self._failed):
-            posts.clear()
+        stopped = self._writes.stop()
         self._remove_everybody()
         self._agents.close(self._clean_up)  # drops the last references: no post holds one any more
         # Bytes in flight may land for about another 100 ms, with no sign of when the last one has landed.
@@ -303,7 +288,7 @@ class NixlAgent:
         """
         num_agents = len(self._agents)
         agent = self._agents.other_than(
-            [it.agent for it in self._endpoints() if it.peer == peer and self._is_in_use(it)]
+            [it.agent for it in self._endpoints() if it.peer == peer and self._writes.is_used(it)]
         )
         if len(self._agents) > num_agents:
             self._log.info("nixl_agent_added", peer=peer, agents=len(self._agents))
@@ -358,60 +343,6 @@ class NixlAgent:
         shut_from = time.monotonic() + ANSWER_S
         self._left_open.add(name, sockets, opened, shut_from=shut_from, is_written=False)
 
-    def _poll_posts(self) -> None:
-        for post in list(self._running.values()):
-            self._follow(post, post.connection.agent.check_xfer_state)
-
-    def _follow(self, post: NativeWrite, call: Callable[[Any], str]) -> None:
-        """Start a post or query its state, and handle the result."""
-        try:
-            state = call(post.handle)
-        except Exception as error:  # noqa: BLE001 - reported to the caller as an event
-            self._running.pop(post.number, None)
-            self._fail(post, error)
-            return
-        if state != "DONE":
-            self._running[post.number] = post
-            return
-        self._running.pop(post.number, None)
-        post.connection.is_used = True
-        post.connection.path.count(post.num_bytes)
-        self._end_post(post, None)
-        if self._has_fences:
-            self._end_fenced(post)
-
-    def _fail(self, post: NativeWrite, error: Exception) -> None:
-        post.error = error_text(error)
-        post.connection.has_erred = True
-        if isinstance(error, self._disconnected):
-            post.connection.has_failed = True
-            self._failed[post.number] = post
-            return
-        post.fence = self._num_posts
-        self._in_doubt[post.number] = post
-        self._emit(post.in_doubt())
-
-    def _end_post(self, post: NativeWrite, error: str | None, *, lingers: bool = False) -> None:
-        self._clean_up(post.connection.agent.release_xfer_handle, post.handle)
-        self._emit(post.ended(error, lingers=lingers))
-
-    def _end_failed(self) -> None:
-        """End the posts of failed endpoints; the library has made progress since the failure."""
-        for post in self._in_doubt.values():
-            if post.connection.has_failed:
-                self._failed[post.number] = post
-        for number, post in self._failed.items():
-            self._in_doubt.pop(number, None)
-            self._end_post(post, post.error, lingers=True)
-        self._failed.clear()
-
-    def _end_fenced(self, fence: NativeWrite) -> None:
-        """End the posts in doubt for which a completed later post is a fence."""
-        for post in list(self._in_doubt.values()):
-            if post.connection is fence.connection and post.fence <= fence.number:
-                del self._in_doubt[post.number]
-                self._end_post(post, post.error)
-
     def _finish_disconnecting(self) -> None:
         """Keep or remove the endpoints of disconnected peers that have no posts in flight."""
         for peer in list(self._disconnecting):
@@ -421,7 +352,7 @@ class NixlAgent:
 
     def _try_to_keep(self, connection: NativeEndpoint) -> bool:
         """Keep a sound, unused endpoint in case its peer comes back. Return whether it was kept."""
-        if connection.has_erred or self._is_in_use(connection):
+        if connection.has_erred or self._writes.is_used(connection):
             return False
         self._kept[connection.peer] = None
         if len(self._kept) > MAX_KEPT:
@@ -432,7 +363,7 @@ class NixlAgent:
 
     def _try_to_remove(self, connection: NativeEndpoint) -> bool:
         """Remove an endpoint, unless posts may be in flight over it. Return whether it was removed."""
-        if self._is_in_use(connection):
+        if self._writes.is_used(connection):
             return False
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
@@ -495,13 +426,6 @@ class NixlAgent:
         """Remove former endpoints of reconnected peers, once they have no posts in flight."""
         if self._former:
             self._former = [connection for connection in self._former if not self._try_to_remove(connection)]
-
-    def _is_in_use(self, connection: NativeEndpoint) -> bool:
-        """Return whether a post over this endpoint has not ended."""
-        return any(post.connection is connection for post in self._unended())
-
-    def _unended(self) -> list[NativeWrite]:
-        return [*self._running.values(), *self._in_doubt.values(), *self._failed.values()]
 
     def _clean_up(self, call: Callable[..., object], *args: object) -> bool:
         """Make a clean-up call, and return whether it succeeded. Errors are logged, not raised."""

@@ -12,13 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvflow.backends.base import PostEnded, PostInDoubt
 from kvflow.backends.observed_path import ObservedPath
 from kvflow.geometry.blocks import BlockLists, Blocks
 from kvflow.geometry.layout import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["NativeEndpoint", "NativeWrite", "PostQueue", "PreparedLists", "Write", "joined"]
+__all__ = ["NativeEndpoint", "PostQueue", "PreparedLists", "Write", "joined"]
 
 MAX_JOINED: Final = 16
 """Maximum number of writes joined into one."""
@@ -171,30 +170,3 @@ class NativeEndpoint:
     has_failed: bool = False
     is_written: bool = False
     path: ObservedPath = field(default_factory=ObservedPath)
-
-
-@dataclass(eq=False)
-class NativeWrite:
-    """A native write that has started, for one post or several joined ones.
-
-    Attributes:
-        number: Sequence number of the post within its agent.
-        num_bytes: Bytes to move.
-        fence: Once the post is in doubt, the number of the first post that can prove that it has ended.
-    """
-
-    post_ids: tuple[int, ...]
-    connection: NativeEndpoint
-    handle: Any
-    number: int
-    num_bytes: int
-    fence: int = 0
-    error: str = ""
-
-    def in_doubt(self) -> list[PostInDoubt]:
-        """Return a `PostInDoubt` for each joined post."""
-        return [PostInDoubt(post_id, self.error) for post_id in self.post_ids]
-
-    def ended(self, error: str | None, *, lingers: bool = False) -> list[PostEnded]:
-        """Return a `PostEnded` for each joined post."""
-        return [PostEnded(post_id, error, lingers) for post_id in self.post_ids]
