@@ -1,7 +1,7 @@
 """Connections of a Mooncake endpoint, over fake engines whose results the test sets."""
 
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from typing_extensions import override
 
 from kvflow.backends.base import BackendEvent, PostEnded
 from kvflow.backends.delivery import EventDelivery
-from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
+from kvflow.backends.mooncake.address import IncarnationCell
 from kvflow.backends.mooncake.agent import REPLACEMENTS_AT_ONCE, Agent
 from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
+from tests.support.mooncake_engines import OpenEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -23,32 +23,13 @@ RUNNING, DONE, FAILED = 0, 1, -1
 ONE_WRITE = np.array([(0, 8, 0)], np.uint64)
 
 
-class Engine(WritingEngine):
+class Engine(OpenEngine):
     """An engine whose writes all have the state that the test sets."""
-
-    session = "me:1"
 
     def __init__(self) -> None:
         super().__init__()
         self.state = RUNNING
         self.num_writes = 0
-        self.is_closed = False
-
-    @override
-    def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """Accept any ranges."""
-
-    @override
-    def probe(self, address: EndpointAddress) -> None:
-        """Accept any address, as if a peer answered."""
-
-    @override
-    def open_session(self, session: str) -> bool:
-        return True
-
-    @override
-    def read_incarnation(self, address: EndpointAddress) -> bytes | None:
-        return address.incarnation
 
     @override
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
@@ -58,10 +39,6 @@ class Engine(WritingEngine):
     @override
     def check(self, transfer_id: int) -> int:
         return self.state
-
-    @override
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Bench:

@@ -7,34 +7,38 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.geometry.plan import Descriptors
+from tests.support.mooncake_engines import OpenEngine
 
 RUNNING, DONE, FAILED, EXPIRED = 0, 1, -1, -2
 
 
-class Engine:
+class Engine(OpenEngine):
     """Transfers run until the test ends them. Polling one that has ended fails; it would crash the real library."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: list[tuple[int, int, int]] = []
         self.states: dict[int, int] = {}
         self.refuse_from: int | None = None
-        self.is_opening = False
 
-    closed_at = float("-inf")
     aborted_at = float("-inf")
 
+    @override
     def abort(self, session: str) -> None:
         assert session == "peer:1"
         self.closed_at = self.aborted_at = time.monotonic()
 
+    @override
     def was_aborted(self, session: str, since: float) -> bool:
         assert session == "peer:1"
         return since <= self.aborted_at
 
+    @override
     def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
         assert session == "peer:1"
         if self.refuse_from is not None and len(self.rows) >= self.refuse_from:
@@ -43,17 +47,12 @@ class Engine:
         self.states[len(self.rows)] = RUNNING
         return len(self.rows)
 
+    @override
     def check(self, transfer_id: int) -> int:
         state = self.states[transfer_id]
         if state != RUNNING:
             del self.states[transfer_id]
         return state
-
-    def begin_writes(self) -> bool:
-        return not self.is_opening
-
-    def end_writes(self) -> None:
-        """Do nothing."""
 
     def end(self, *transfer_ids: int, state: int = DONE) -> None:
         for transfer_id in transfer_ids or [one for one, running in self.states.items() if running == RUNNING]:
@@ -266,12 +265,12 @@ def test_whatever_ends_when_every_post_has_one_end(
 def test_nothing_is_started_while_a_session_is_opened() -> None:
     bench = Bench(max_running=4)
     bench.post(1, 6)
-    bench.engine.is_opening = True
+    bench.engine._num_opening = 1
     bench.engine.end()
     bench.poll(2)
     bench.post(2, 1)
     assert len(bench.engine.rows) == 4
     assert bench.connection.is_active
-    bench.engine.is_opening = False
+    bench.engine._num_opening = 0
     bench.finish()
     assert {event.post_id for event in bench.events if isinstance(event, PostEnded)} == {1, 2}

@@ -75,9 +75,9 @@ class Agent:
         self._other_paths = "shared memory within the host" if protocol == "tcp" else "RDMA"
         self._timeout_s = timeout_s
         self._ranges: tuple[MemoryRange, ...] = ()
-        self._connections: dict[str, PeerConnection[WritingEngine]] = {}
-        self._former: list[PeerConnection[WritingEngine]] = []
-        self._departed: list[PeerConnection[WritingEngine]] = []
+        self._connections: dict[str, PeerConnection] = {}
+        self._former: list[PeerConnection] = []
+        self._departed: list[PeerConnection] = []
         self._replacements = RateLimiter[str](REPLACEMENTS_AT_ONCE, REPLACEMENTS_PER_S)
         self._cell = cell = IncarnationCell()
         self._engines: list[WritingEngine] = []
@@ -297,10 +297,10 @@ class Agent:
         """Return whether posts run on an engine that cannot be destroyed yet."""
         return any(connection.is_writing and connection.engine.num_contacts for connection in self._with_departed())
 
-    def _with_departed(self) -> list[PeerConnection[WritingEngine]]:
+    def _with_departed(self) -> list[PeerConnection]:
         return [*self._all_connections(), *self._departed]
 
-    def _all_connections(self) -> list[PeerConnection[WritingEngine]]:
+    def _all_connections(self) -> list[PeerConnection]:
         return [*self._connections.values(), *self._former]
 
 

@@ -14,14 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
 from kvflow.backends.mooncake.address import host_of
+from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.observed_path import ObservedPath
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["PeerConnection", "PostInFlight", "Writer"]
+__all__ = ["PeerConnection", "PostInFlight"]
 
 RUNNING: Final = 0
 DONE: Final = 1
@@ -36,37 +37,6 @@ TURN: Final = 8
 """Descriptors started from one post before the next post's turn."""
 
 Row = tuple[int, int, int]
-
-
-class Writer(Protocol):
-    """The part of an engine that a connection uses.
-
-    Attributes:
-        closed_at: When a connection was last closed here, in monotonic seconds.
-    """
-
-    closed_at: float
-
-    def abort(self, session: str) -> None:
-        """Abort the connections to a peer, so that the peer sees the end of what is in flight over them."""
-
-    def was_aborted(self, session: str, since: float) -> bool:
-        """Return whether the connections to a peer have been aborted since a time in monotonic seconds."""
-
-    def submit(self, session: str, src: int, dst: int, num_bytes: int) -> int:
-        """Start a write. Return its id, or 0 if it was refused."""
-
-    def check(self, transfer_id: int) -> int:
-        """Return the state of a running write."""
-
-    def begin_writes(self) -> bool:
-        """Return whether `submit` may be called now. If so, call `end_writes` afterwards."""
-
-    def end_writes(self) -> None:
-        """End what `begin_writes` began."""
-
-
-AnyWriter = TypeVar("AnyWriter", bound=Writer)
 
 
 class PostInFlight:
@@ -111,7 +81,7 @@ class _Transfer:
     since: float
 
 
-class PeerConnection(Generic[AnyWriter]):
+class PeerConnection:
     """The posts to one peer, and its window of transfers in flight.
 
     Attributes:
@@ -129,7 +99,7 @@ class PeerConnection(Generic[AnyWriter]):
 
     def __init__(
         self,
-        engine: AnyWriter,
+        engine: WritingEngine,
         session: str,
         *,
         max_running: int,
