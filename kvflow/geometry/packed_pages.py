@@ -29,8 +29,8 @@ WIDE: Final = bytes((PLAIN, WIDEST))
 
 PAGE: Final = np.dtype("<u4")
 
-SHORT: Final = 64
-"""Tables of at most this many pages are not analysed, because that takes longer than it saves."""
+SHORT: Final = 2_048
+"""Tables of at most this many pages are not analysed, because that takes longer than to send 8 KiB."""
 
 Integers = NDArray[np.int64]
 
