@@ -6,53 +6,40 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, NamedTuple, Self, assert_never, cast
+from typing import Final, Self, assert_never
 
 import anyio.lowlevel
 import msgspec
-import numpy as np
 from typing_extensions import Unpack, override
 
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
-from kvflow.capability import MAX_CAPABILITY
 from kvflow.config import (
-    SCHEME,
     DecodeConfig,
-    Endpoint,
     check_argument,
-    check_duration,
-    check_endpoint,
-    check_needs_trust,
-    check_num_ranks,
-    check_priority,
-    is_instance_name,
 )
 from kvflow.directory import Directories
-from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, PlanError, Stage, TicketError
-from kvflow.gate import host_denial, ticket_denial
+from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, Stage, TicketError
 from kvflow.geometry.layout import KVLayout
-from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
-from kvflow.geometry.ranges import TokenRange, check_range
+from kvflow.geometry.pages import Pages
+from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import default_host
 from kvflow.observe.trace import TransferLine
 from kvflow.options import ReceiveOptions
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.receive_checks import Prefill, ReceiveChecks, ReceiveRequest, Wanted
 from kvflow.room import RoomId
 from kvflow.stages.aggregate import Aggregate
 from kvflow.stages.bootstrap import PeerConnections, PeerProofs, RouteCompiler
-from kvflow.stages.digests import check_digestible
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
-from kvflow.state.quarantine import Footprint
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory, Outcome
-from kvflow.transfer import Transfer, check_room, reason_of
+from kvflow.transfer import Transfer, reason_of
 from kvflow.trust import Trust
-from kvflow.wire.messages import Ack, Failure, Goodbye, PeerId, RankRecord
-from kvflow.wire.ticket import Ticket
+from kvflow.wire.messages import Ack, Failure, Goodbye, RankRecord
 
 __all__ = ["DecodeRank", "Handover", "Prefill", "RoomReceiver"]
 
@@ -60,9 +47,6 @@ SECRET_BYTES = 16
 
 MANY_PAGES: Final = 2**20
 """A receive of more pages lets other tasks run between checking its page tables and entering its block."""
-
-Prefill = str | Endpoint | Mapping[str, object]
-"""How an engine refers to a prefill instance: a name, an address (an `Endpoint` or "tcp://host:port"), or a ticket."""
 
 
 @dataclass(frozen=True)
@@ -84,28 +68,6 @@ class Handover:
     num_notices: int
     elapsed_s: float
     first_notice_s: float
-
-
-class Wanted(NamedTuple):
-    """The tokens wanted from a room and the pages they go to; see `kvflow.state.events.ReceiveOpened`.
-
-    Attributes:
-        digest: Whether to compare digests; None for the configured default.
-    """
-
-    ranges: dict[str, TokenRange]
-    pages: dict[str, bytes]
-    footprint: Footprint
-    timeout_s: float
-    digest: bool | None
-
-
-class _Request(NamedTuple):
-    """A room that the engine asks for: the event that opens it, and the options that are not part of the event."""
-
-    opened: ev.ReceiveOpened
-    timeout_s: float | None
-    label: str | None
 
 
 class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
@@ -148,6 +110,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 value=config.proofs.queue_pairs_die_with_process_s,
                 backend=self._backend.name,
             )
+        self._checks = ReceiveChecks(config, layout, lambda: self._trust, self.footprint)
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
@@ -193,9 +156,9 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankDraining: On entry: the rank is draining.
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
-        asked = self._request(room, prefill, **options)
+        asked = self._check_request(room, prefill, **options)
         try:
-            wanted = self.wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
+            wanted = self._checks.check_wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
         except KvflowError as error:
             self._decline_soon(_declined(asked.opened, self.failure(reason_of(error), str(error))))
             raise
@@ -224,8 +187,8 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankDraining: On entry: the rank is draining.
             TransferFailed: On exit: the transfer failed, and `done` has not raised it.
         """
-        asked = self._request(room, prefill, **options)
-        timeout_s = self._timeout(asked.timeout_s, self.config.timeouts.transfer_s)
+        asked = self._check_request(room, prefill, **options)
+        timeout_s = self._checks.timeout_of(asked.timeout_s)
         opened = msgspec.structs.replace(asked.opened, timeout_s=timeout_s, is_announced=True)
         return RoomReceiver(self, opened, None, asked.label)
 
@@ -249,11 +212,25 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             RankBroken: The rank is broken.
         """
         self.check_usable()
-        room, instance, issuer, signed = self._meaning(room, prefill, is_declined=True)
-        signed = signed if capability is None else _check_capability(capability)
-        self._decline_soon(
-            ev.RoomDeclined(room, 0, instance, self.failure(FailureReason.ABORTED, detail), issuer, signed)
-        )
+        asked = self._checks.check_request(room, prefill, capability=capability)
+        self._decline_soon(_declined(asked.opened, self.failure(FailureReason.ABORTED, detail)))
+
+    def _check_request(
+        self, room: RoomId | None, prefill: Prefill, **options: Unpack[ReceiveOptions]
+    ) -> ReceiveRequest:
+        """Check the arguments that do not depend on pages; decline a room whose ticket cannot lead to a handshake.
+
+        Raises:
+            ConfigError, LocalProtocolError, TicketError: As in `receive`.
+        """
+        asked = self._checks.check_request(room, prefill, **options)
+        if asked.ticket is not None:
+            try:
+                asked.ticket.check_compatible(self.layout.fingerprint)
+            except TicketError as error:
+                self._decline_soon(_declined(asked.opened, self.failure(FailureReason.REFUSED, str(error))))
+                raise
+        return asked
 
     def _decline_soon(self, declined: ev.RoomDeclined) -> None:
         """Pass a decline to the core on the event loop, under a new generation. May be called from any thread."""
@@ -268,151 +245,13 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if isinstance(event, ev.ReceiveOpened):
             self._decline_soon(_declined(event, failure))
 
-    def _request(  # noqa: PLR0913 - one parameter an option
-        self,
-        room: RoomId | None,
-        prefill: Prefill,
-        *,
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        label: str | None = None,
-        capability: str | None = None,
-    ) -> _Request:
-        """Check the arguments that do not depend on pages.
+    def check_wanted(
+        self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool | None, timeout_s: float | None
+    ) -> Wanted:
+        """Check the tokens and pages of a grant. Raises the same errors as `receive`."""
+        return self._checks.check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
 
-        Raises:
-            ConfigError, LocalProtocolError, TicketError: As in `receive`.
-        """
-        room, instance, issuer, signed = self._meaning(room, prefill)
-        opened = ev.ReceiveOpened(
-            room=room,
-            generation=0,
-            instance=instance,
-            ranges={},
-            pages={},
-            num_decode_ranks=check_num_ranks(self.config.num_ranks if num_ranks is None else num_ranks),
-            timeout_s=0.0,
-            secret=b"",
-            priority=check_priority("priority", priority),
-            issuer=issuer,
-            capability=signed if capability is None else _check_capability(capability),
-        )
-        return _Request(opened, timeout_s, label)
-
-    def _meaning(
-        self, room: RoomId | None, prefill: Prefill, *, is_declined: bool = False
-    ) -> tuple[RoomId, ev.InstanceRef, PeerId | None, str]:
-        """Return the room, the reference to its instance, and the ticket's issuer and capability, if there is a ticket.
-
-        If the room is declined, the ticket need not be usable.
-
-        Raises:
-            LocalProtocolError, ConfigError, TicketError: As in `receive`.
-        """
-        if not isinstance(prefill, str) and isinstance(prefill, Mapping):
-            ticket = Ticket.parse(prefill)
-            ticket.check_room(None if room is None else check_room(room))
-            self._admit(ticket)
-            instance = ev.InstanceAddress(ticket.address, ticket.issuer.rank.instance)
-            if not is_declined:
-                self._check_compatible(ticket, instance)
-            return ticket.room, instance, ticket.issuer, ticket.capability
-        if room is None:
-            raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
-        room = check_room(room)
-        if (isinstance(prefill, str) and prefill.startswith(SCHEME)) or isinstance(prefill, Endpoint):
-            address = str(prefill)
-            check_endpoint("prefill", address)
-            check_needs_trust("prefill", address, self.config.trust)
-            if denial := host_denial(address, self.config.allowed_hosts):
-                raise ConfigError(denial, setting="allowed_hosts", prefill=address)
-            return room, ev.InstanceAddress(address), None, ""
-        if not is_instance_name(prefill):
-            raise LocalProtocolError(
-                "prefill must be an instance name, an address (tcp://HOST:PORT or a kvflow.Endpoint) or a ticket",
-                prefill=prefill,
-            )
-        if self.config.registry is None:
-            raise ConfigError(
-                "prefill is an instance name, which requires `registry`", setting="registry", prefill=prefill
-            )
-        return room, prefill, None, ""
-
-    def _admit(self, ticket: Ticket) -> None:
-        """Check that a ticket may be followed.
-
-        Raises:
-            TicketError: It is not signed as required, or its address is not allowed.
-        """
-        denial = ticket_denial(ticket, self._trust, must_be_signed=self.config.needs_signed_tickets)
-        if denial:
-            raise TicketError("ticket is rejected", detail=denial, issuer=str(ticket.issuer), address=ticket.address)
-        try:
-            check_needs_trust("address", ticket.address, self.config.trust)
-        except ConfigError as error:
-            raise TicketError("ticket address is not allowed without `trust`", detail=str(error)) from error
-        if denial := host_denial(ticket.address, self.config.allowed_hosts):
-            raise TicketError("ticket address is not allowed", detail=denial, setting="allowed_hosts")
-
-    def _check_compatible(self, ticket: Ticket, instance: ev.InstanceRef) -> None:
-        """Check that a handshake with the issuer of a ticket can succeed; otherwise decline its room.
-
-        Raises:
-            TicketError: It cannot.
-        """
-        try:
-            ticket.check_compatible(self.layout.fingerprint)
-        except TicketError as error:
-            failure = self.failure(FailureReason.REFUSED, str(error))
-            self._decline_soon(ev.RoomDeclined(ticket.room, 0, instance, failure, ticket.issuer, ticket.capability))
-            raise
-
-    @staticmethod
-    def _timeout(timeout_s: float | None, default_s: float) -> float:
-        return default_s if timeout_s is None else check_duration("timeout_s", timeout_s)
-
-    def wanted(
-        self,
-        tokens: TokenRange,
-        pages: Mapping[str, Pages],
-        *,
-        digest: bool | None,
-        timeout_s: float | None,
-    ) -> "Wanted":
-        """Check the tokens and pages of a receive.
-
-        Raises:
-            PlanError, ConfigError: As in `receive`.
-        """
-        digest = _check_digest(digest)
-        parts, tables = self._parts(tokens, pages, digest=bool(digest))
-        return Wanted(
-            ranges={name: part.tokens for name, part in parts.items()},
-            pages={name: _to_wire(table) for name, table in tables.items()},
-            footprint=self.footprint(tables),
-            timeout_s=self._timeout(timeout_s, self.config.timeouts.transfer_s),
-            digest=digest,
-        )
-
-    def _parts(
-        self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool
-    ) -> tuple[dict[str, TokenPages], dict[str, PageTable]]:
-        if digest:
-            check_digestible(self.layout)
-        parts = normalize(pages, self.layout, check_range(tokens))
-        if not pages.keys() >= self.layout.by_name.keys():
-            unsaid = [name for name in self.layout.by_name if name not in pages]
-            raise PlanError(
-                "pages must list every component (None for those that are not wanted)",
-                missing=unsaid,
-                given=sorted(pages),
-            )
-        if not parts:
-            raise PlanError("all components are None: there is nothing to receive", components=sorted(pages))
-        return parts, build_page_tables(parts, self.layout, distinct=True)
-
-    def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: "Wanted | None") -> int:
+    def open_receiver(self, receiver: "RoomReceiver", opened: ev.ReceiveOpened, wanted: Wanted | None) -> int:
         """Open a receiver under a new generation, which no other transfer of this incarnation uses.
 
         Args:
@@ -448,7 +287,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self.open_transfer(generation, receiver, event)
         return generation
 
-    def grant(self, room: RoomId, generation: int, wanted: "Wanted") -> None:
+    def grant(self, room: RoomId, generation: int, wanted: Wanted) -> None:
         """Provide the pages of an announced room.
 
         Raises:
@@ -459,7 +298,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             ev.ReceiveGranted(room, generation, wanted.ranges, wanted.pages, wanted.timeout_s, wanted.footprint, digest)
         )
 
-    def _wants_digest(self, generation: int, wanted: "Wanted") -> bool:
+    def _wants_digest(self, generation: int, wanted: Wanted) -> bool:
         if wanted.digest is not None:
             return wanted.digest
         every = self.config.digest_every
@@ -634,7 +473,7 @@ class RoomReceiver(Transfer):
             PlanError, ConfigError, LocalProtocolError: As in `grant`.
         """
         self._check_announced()
-        return self._rank.wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+        return self._rank.check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
 
     def take_pages(self, wanted: Wanted) -> None:
         """Grant pages whose arguments have been checked.
@@ -720,33 +559,3 @@ class RoomReceiver(Transfer):
 
 def _declined(opened: ev.ReceiveOpened, failure: Failure) -> ev.RoomDeclined:
     return ev.RoomDeclined(opened.room, 0, opened.instance, failure, opened.issuer, opened.capability)
-
-
-def _check_capability(capability: object) -> str:
-    """Check that a capability can be sent.
-
-    Raises:
-        ConfigError: It is not an ASCII string within the maximum length.
-    """
-    is_text = isinstance(capability, str) and len(capability) <= MAX_CAPABILITY and capability.isascii()
-    if not is_text:
-        raise ConfigError("capability must be a string from `make_capability`", capability=type(capability))
-    return str(capability)
-
-
-def _to_wire(table: PageTable) -> bytes:
-    """Return pages as `WIRE_PAGES`. They may be large, so this is a view, which is encoded as bytes are."""
-    return cast("bytes", table.pages.astype(WIRE_PAGES, copy=False).data.cast("B"))
-
-
-def _check_digest(digest: object) -> bool | None:
-    """Convert a bool of any type; None stays None.
-
-    Raises:
-        ConfigError: The value is neither.
-    """
-    if digest is None:
-        return None
-    if not isinstance(digest, (bool, np.bool_)):
-        raise ConfigError("digest must be a bool or None", digest=digest)
-    return bool(digest)

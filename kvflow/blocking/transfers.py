@@ -13,6 +13,7 @@ from kvflow.blocking.calls import with_arguments_of
 from kvflow.decode import Handover
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.ranges import TokenRange
+from kvflow.receive_checks import Wanted
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk
@@ -369,7 +370,7 @@ class BlockingReceiver(BlockingTransfer):
     def __init__(self, rank: "DecodeRank", receiver: decode.RoomReceiver) -> None:
         self._receiver = receiver
         self._is_granted = not receiver.is_announced
-        self._queued: decode.Wanted | None = None
+        self._queued: Wanted | None = None
         super().__init__(rank, receiver)
 
     @property
