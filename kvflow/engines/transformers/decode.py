@@ -9,9 +9,8 @@ from typing_extensions import override
 
 import kvflow
 from kvflow import KvflowError, LocalProtocolError, Outcome, PlanError
-from kvflow.blocking import BlockingReceiver, DecodeRank, LoopThread
-from kvflow.engines.transformers.engine import End, Engine
-from kvflow.engines.transformers.memory import CacheMap
+from kvflow.blocking import BlockingReceiver, DecodeRank
+from kvflow.engines.transformers.engine import End
 from kvflow.engines.transformers.metadata import read_first_token
 
 __all__ = ["DecodeManager", "OnFailure"]
@@ -45,24 +44,13 @@ class DecodeManager(End[DecodeRank]):
     The manager delivers their outputs like those of its own requests, which run beside them. `manager.cancel_request`
     cancels such a request at any time.
 
-    Args:
-        manager: A `ContinuousBatchingManager` that is not running.
-        config: Settings of the rank.
-        fingerprint: What makes two caches interchangeable: model, revision, and anything else that changes their
-            content.
-        loop: Event loop thread of the rank; by default one of its own.
-
-    Raises:
-        ConfigError, LocalProtocolError: As the constructor of `Engine`.
-        LayoutError: The cache has a kind of attention that kvflow does not move.
+    Its arguments and what it raises are those of `End`.
     """
 
-    def __init__(
-        self, manager: Any, config: kvflow.DecodeConfig, *, fingerprint: str, loop: LoopThread | None = None
-    ) -> None:
-        engine = Engine(manager)
-        self._map = CacheMap(engine.cache, fingerprint)
-        super().__init__(engine, DecodeRank(config, self._map.layout, loop=loop))
+    _kind = DecodeRank
+
+    def __init__(self, manager: Any, config: kvflow.DecodeConfig, *, fingerprint: str) -> None:
+        super().__init__(manager, config, fingerprint=fingerprint)
         self._arriving: dict[str, _Arriving] = {}
 
     def add_request(  # noqa: PLR0913 - choices of the engine, by keyword

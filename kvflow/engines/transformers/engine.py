@@ -21,13 +21,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from typing_extensions import override
 
-from kvflow import ConfigError, LocalProtocolError, Memory
+from kvflow import ConfigError, DecodeConfig, LocalProtocolError, Memory, PrefillConfig
 from kvflow.blocking import BlockingReceiver, BlockingSender, DecodeRank, PrefillRank
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.transformers.memory import CacheMap
 
 __all__ = ["End", "Engine"]
 
@@ -275,13 +276,23 @@ class End(abc.ABC, Generic[AnyRank]):
     """One end of kvflow; its methods are called on the thread of the generation loop, or while the loop is paused.
 
     Args:
-        engine: Engine of the manager.
-        rank: Rank that is opened and closed with the end.
+        manager: A `ContinuousBatchingManager` that is not running.
+        config: Settings of the rank, which is opened and closed with the end.
+        fingerprint: What makes two caches interchangeable: model, revision, and anything else that changes their
+            content.
+
+    Raises:
+        ConfigError, LocalProtocolError: As the constructor of `Engine`.
+        LayoutError: The cache has a kind of attention that kvflow does not move.
     """
 
-    def __init__(self, engine: Engine, rank: AnyRank) -> None:
-        self.engine = engine
-        self.rank: AnyRank = rank
+    _kind: ClassVar[Callable[..., Any]]
+    """The rank of such an end."""
+
+    def __init__(self, manager: Any, config: PrefillConfig | DecodeConfig, *, fingerprint: str) -> None:
+        self.engine = Engine(manager)
+        self._map = CacheMap(self.engine.cache, fingerprint)
+        self.rank: AnyRank = self._kind(config, self._map.layout)
 
     def __enter__(self) -> Self:
         self.rank.open()

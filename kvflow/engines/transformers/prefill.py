@@ -8,9 +8,8 @@ from typing_extensions import override
 
 import kvflow
 from kvflow import KvflowError, LocalProtocolError, Outcome
-from kvflow.blocking import BlockingSender, LoopThread, PrefillRank
-from kvflow.engines.transformers.engine import End, Engine
-from kvflow.engines.transformers.memory import CacheMap
+from kvflow.blocking import BlockingSender, PrefillRank
+from kvflow.engines.transformers.engine import End
 from kvflow.engines.transformers.metadata import FirstToken
 
 __all__ = ["PrefillManager", "Sent"]
@@ -38,24 +37,13 @@ class PrefillManager(End[PrefillRank]):
     The prompt and one token are computed; the manager delivers that token as the output of the request. Other requests
     of the manager run as before. `manager.cancel_request` withdraws a request.
 
-    Args:
-        manager: A `ContinuousBatchingManager` that is not running.
-        config: Settings of the rank.
-        fingerprint: What makes two caches interchangeable: model, revision, and anything else that changes their
-            content.
-        loop: Event loop thread of the rank; by default one of its own.
-
-    Raises:
-        ConfigError, LocalProtocolError: As the constructor of `Engine`.
-        LayoutError: The cache has a kind of attention that kvflow does not move.
+    Its arguments and what it raises are those of `End`.
     """
 
-    def __init__(
-        self, manager: Any, config: kvflow.PrefillConfig, *, fingerprint: str, loop: LoopThread | None = None
-    ) -> None:
-        engine = Engine(manager)
-        self._map = CacheMap(engine.cache, fingerprint)
-        super().__init__(engine, PrefillRank(config, self._map.layout, loop=loop))
+    _kind = PrefillRank
+
+    def __init__(self, manager: Any, config: kvflow.PrefillConfig, *, fingerprint: str) -> None:
+        super().__init__(manager, config, fingerprint=fingerprint)
         self._senders: dict[str, BlockingSender] = {}
         self._offered: dict[str, int] = {}
 
