@@ -225,14 +225,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if self._registry is not None:
             self._registry.publish(record)
         else:
-            self._directory = DirectoryService(
-                self._listener.send,
-                self._listener.names_of,
-                self._listener.host_of,
-                self._ports.now,
-                self._anomalies,
-                record,
-            )
+            self._directory = DirectoryService(self._listener, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
 
     @override

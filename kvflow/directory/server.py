@@ -86,9 +86,7 @@ class Registry:
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
         self._rejections = RejectionLimiter(listener.names_of, self._ports.now)
-        self._directory = DirectoryService(
-            listener.send, listener.names_of, listener.host_of, self._ports.now, self._anomalies
-        )
+        self._directory = DirectoryService(listener, self._ports.now, self._anomalies)
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)
         if self._warns:

@@ -11,6 +11,7 @@ from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import MAX_BYTES, MAX_RANKS, Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.observe.trace import AnomalyLog
+from kvflow.ports import Listener
 from kvflow.rate_limiter import RateLimiter
 from kvflow.trust import principal_of, speaks_for
 from kvflow.wire.codec import MAX_RECORDS_BYTES, Unread, encode
@@ -56,9 +57,7 @@ class DirectoryService:
     Lookup has, and rejects ranks of other instances.
 
     Args:
-        send: Queues bytes for a connection; raises Unreachable if it is gone.
-        names_of: Returns the instances that the peer of a connection may act for.
-        host_of: Returns the address of the host at the other end of a connection; empty if unknown.
+        listener: Listener of the host.
         now: Returns monotonic time in seconds.
         anomalies: Counts rejected messages.
         own: Record of the hosting rank; None for a registry.
@@ -69,16 +68,12 @@ class DirectoryService:
 
     def __init__(
         self,
-        send: Callable[[bytes, bytes], None],
-        names_of: Callable[[bytes], tuple[str, ...]],
-        host_of: Callable[[bytes], str],
+        listener: Listener,
         now: Callable[[], float],
         anomalies: AnomalyLog,
         own: RankRecord | None = None,
     ) -> None:
-        self._send_bytes = send
-        self._names_of = names_of
-        self._host_of = host_of
+        self._listener = listener
         self._now = now
         self._anomalies = anomalies
         self._own = None if own is None else seal(own)
@@ -106,7 +101,7 @@ class DirectoryService:
             RemoteProtocolError: The message was rejected. The sender has been notified, if it is reachable.
         """
         now = self._now()
-        principal = principal_of(self._names_of(connection))
+        principal = principal_of(self._listener.names_of(connection))
         match message:
             case SealedRegister(record=record, lease_s=lease_s):
                 self._check_key(connection, record.peer)
@@ -132,7 +127,7 @@ class DirectoryService:
         if instance is None:
             self._send(Answer(connection, SealedRecords(instance=None, records=(), number=number)))
             return
-        taker = principal_of(self._names_of(connection)) or self._host_of(connection)
+        taker = principal_of(self._listener.names_of(connection)) or self._listener.host_of(connection)
         if not self.table.may_wait(instance, connection, taker):
             self._anomalies.postpone("lookup_over_share", prefill=instance)
         self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, taker))
@@ -153,7 +148,7 @@ class DirectoryService:
         Raises:
             RemoteProtocolError: It is not; the sender has been notified.
         """
-        if not speaks_for(self._names_of(connection), peer.rank.instance):
+        if not speaks_for(self._listener.names_of(connection), peer.rank.instance):
             answerer = self._own.peer if self._own is not None else REGISTRY
             detail = f"your key is not listed for {peer.rank.instance}"
             self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
@@ -188,7 +183,7 @@ class DirectoryService:
         self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
 
     def _taker(self, connection: bytes) -> str | bytes:
-        return principal_of(self._names_of(connection)) or connection
+        return principal_of(self._listener.names_of(connection)) or connection
 
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))
@@ -220,7 +215,7 @@ class DirectoryService:
             self._anomalies.count("answer_too_long", prefill=str(message.instance), num_bytes=len(data))
             data = encode(structs.replace(message, records=()))
         try:
-            self._send_bytes(answer.connection, data)
+            self._listener.send(answer.connection, data)
         except Unreachable as error:
             self._anomalies.count("answer_undeliverable", detail=str(error))
             return False

@@ -4,6 +4,8 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import anyio.lowlevel
 import pytest
@@ -435,9 +437,10 @@ async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeyp
     monkeypatch.setattr(service, "MAX_RANKS", 2)
     sent: list[bytes] = []
     anomalies = AnomalyLog(get_logger(), lambda: 0.0)
-    directory = service.DirectoryService(
-        lambda _, data: sent.append(data), lambda _: ("prefill",), lambda _: "", lambda: 0.0, anomalies
+    listener: Any = SimpleNamespace(
+        send=lambda _, data: sent.append(data), names_of=lambda _: ("prefill",), host_of=lambda _: ""
     )
+    directory = service.DirectoryService(listener, lambda: 0.0, anomalies)
     directory.handle_message(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
     second = sealed(engine_rank=1, num_ranks=2)
     with printed() as lines:
