@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvflow.addresses import Endpoint
     from kvflow.backends import known_backends
     from kvflow.backends.shared import SharedBackend
-    from kvflow.config import DecodeConfig, Endpoint, Limits, PrefillConfig, Proofs, Timeouts
+    from kvflow.config import DecodeConfig, Limits, PrefillConfig, Proofs, Timeouts
     from kvflow.decode import DecodeRank, Handover, RoomReceiver
     from kvflow.directory.server import Registry
     from kvflow.errors import (
@@ -124,7 +125,7 @@ _HOMES: Final = {
     "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
-    "Endpoint": "kvflow.config",
+    "Endpoint": "kvflow.addresses",
     "FailureReason": "kvflow.errors",
     "Handover": "kvflow.decode",
     "KVLayout": "kvflow.geometry.layout",

@@ -7,15 +7,15 @@ Settings are validated when they are created; errors name the setting and its va
 index is accepted, including numpy's, and is converted to int.
 """
 
-import functools
 import ipaddress
 import operator
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal, SupportsIndex, TypeGuard, get_args
 
+from kvflow.addresses import HOST, SCHEME, check_bind, check_endpoint, check_host, check_needs_trust
+from kvflow.checks import check_duration, check_integer, check_type, set_field
 from kvflow.errors import ConfigError
 from kvflow.trust import PLAIN, Trust
 
@@ -24,32 +24,19 @@ __all__ = [
     "MAX_SLOTS_PER_PEER",
     "NUM_PRIORITIES",
     "DecodeConfig",
-    "Endpoint",
     "Limits",
     "Packing",
     "PrefillConfig",
     "Proofs",
     "RankConfig",
     "Timeouts",
-    "check_address",
-    "check_argument",
-    "check_bind",
-    "check_duration",
-    "check_endpoint",
-    "check_host",
     "check_instance_name",
-    "check_needs_trust",
     "check_num_ranks",
     "check_priority",
-    "check_type",
     "is_instance_name",
-    "join_address",
-    "split_address",
 ]
 
 
-MAX_PORT = 65_535
-MAX_DURATION_S = 86_400.0
 MAX_RANKS = 2**32
 MAX_COUNT = 2**53
 MAX_SLOTS_PER_PEER = 4_096
@@ -73,182 +60,6 @@ NUM_PRIORITIES = 8
 
 Packing = Literal["auto", "never", "always"]
 """Whether to pack small pieces (gather, send as one write, scatter): if it is faster, never, or whenever possible."""
-
-SCHEME: Final = "tcp://"
-MAX_ZONE: Final = 15
-"""Maximum length of an IPv6 zone, which is that of a network interface name. Python cannot resolve zones longer than 63
-characters, and raises an error that is not an OSError.
-"""
-
-ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
-HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
-
-HOSTS: Final = 1_024
-"""Hosts that are remembered to be of a kind: a transfer looks at the same one five times."""
-
-
-def split_address(setting: str, address: object) -> tuple[str, int]:
-    """Split `tcp://host:port`.
-
-    ZMQ accepts ports above 65535 and silently uses different ones; they are rejected here.
-
-    Returns:
-        The host, without brackets if it is an IPv6 address, and the port.
-
-    Raises:
-        ConfigError: The address does not have this form; the error names the setting.
-    """
-    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or int(match[2]) > MAX_PORT:
-        raise ConfigError("address must have the form tcp://HOST:PORT", setting=setting, value=address)
-    host = match[1]
-    if host.startswith("["):
-        host = host[1:-1]
-        if not _is_ipv6(host):
-            raise ConfigError("only an IPv6 address may be in brackets", setting=setting, value=address)
-    return host, int(match[2])
-
-
-def join_address(host: str, port: int) -> str:
-    """Return `tcp://host:port`, with an IPv6 address in brackets."""
-    is_bare = ":" in host and not host.startswith("[")
-    return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
-
-
-def check_address(setting: str, address: object) -> None:
-    """Check that an address has the form `tcp://host:port`.
-
-    Raises:
-        ConfigError: It does not; the error names the setting.
-    """
-    split_address(setting, address)
-
-
-def check_endpoint(setting: str, address: object) -> None:
-    """Check that an address can be connected to: no wildcard and not port 0.
-
-    Raises:
-        ConfigError: It is malformed or cannot be connected to; the error names the setting.
-    """
-    host, port = split_address(setting, address)
-    if port == 0 or _is_wildcard(host):
-        raise ConfigError(
-            "address must name a host and a port that others can connect to", setting=setting, value=address
-        )
-
-
-def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
-    """Reject a non-loopback address if no trust is configured.
-
-    Args:
-        setting: Name for the error.
-        address: "tcp://host:port".
-        trust: None if it is not configured.
-
-    Raises:
-        ConfigError: The address is malformed, or other hosts can reach it. The error names the setting and the remedy.
-    """
-    host, _ = split_address(setting, address)
-    if trust is None and not _is_loopback(host):
-        raise ConfigError(
-            "address is not a loopback address: set trust=kvflow.load_trust(directory), or "
-            "trust=kvflow.Trust.none() for plain transport",
-            setting=setting,
-            value=address,
-        )
-
-
-@functools.lru_cache(HOSTS)
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Address of the prefill rank that acts as the registry for its instance.
-
-    Attributes:
-        host: A host name, or an IPv4 or IPv6 address, with or without brackets.
-        port: Port of its control socket.
-
-    Raises:
-        ConfigError: The address cannot be connected to.
-    """
-
-    host: str
-    port: int
-
-    def __post_init__(self) -> None:
-        check_host("host", self.host)
-        _set(self, "host", self.host.strip("[]"))
-        _set(self, "port", _check_integer("port", self.port, 1, MAX_PORT))
-
-    def __str__(self) -> str:
-        return join_address(self.host, self.port)
-
-    @classmethod
-    def parse(cls, address: str) -> "Endpoint":
-        """Parse "tcp://host:port", the format of `PrefillRank.endpoint`.
-
-        Raises:
-            ConfigError: The address is malformed or cannot be connected to.
-        """
-        check_endpoint("address", address)
-        return cls(*split_address("address", address))
-
-
-def check_bind(bind: object, advertise: object) -> None:
-    """Check that an address can be bound and that peers can reach it.
-
-    Args:
-        bind: "tcp://host:port".
-        advertise: Host to give to peers, without a port; None for the host of `bind`.
-
-    Raises:
-        ConfigError: One of them is malformed, or `bind` is a wildcard and `advertise` is missing.
-    """
-    host, _ = split_address("bind", bind)
-    if advertise is None:
-        if _is_wildcard(host):
-            raise ConfigError("`bind` is a wildcard, so `advertise` must name a host", setting="bind", value=bind)
-    else:
-        check_host("advertise", advertise)
-
-
-def check_host(setting: str, host: object) -> None:
-    """Check that a value is a host that peers can connect to.
-
-    Raises:
-        ConfigError: It is a wildcard, has a scheme or a port, or is not a host at all. The error names the setting.
-    """
-    if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
-        raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
-
-
-@functools.lru_cache(HOSTS)
-def _is_ipv6(host: str) -> bool:
-    try:
-        zone = ipaddress.IPv6Address(host).scope_id
-    except ValueError:
-        return False
-    return zone is None or len(zone) <= MAX_ZONE
-
-
-def _is_host(text: str) -> bool:
-    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    return _is_ipv6(bare) or (bare == text and HOST.fullmatch(text) is not None)
-
-
-@functools.lru_cache(HOSTS)
-def _is_wildcard(host: str) -> bool:
-    """Return whether a host stands for all addresses of this machine, as "0" and "0x0.0" also do."""
-    if _is_ipv6(host):
-        address = ipaddress.IPv6Address(host)
-        return (address.ipv4_mapped or address).is_unspecified
-    return host == "*" or not host.strip("0.xX")
 
 
 def is_instance_name(name: object) -> TypeGuard[str]:
@@ -285,7 +96,7 @@ def check_num_ranks(value: SupportsIndex) -> int:
     Raises:
         ConfigError: The value is not an integer, or is out of range.
     """
-    return _check_integer("num_ranks", value, 1, MAX_RANKS - 1)
+    return check_integer("num_ranks", value, 1, MAX_RANKS - 1)
 
 
 def check_priority(setting: str, value: SupportsIndex) -> int:
@@ -301,41 +112,6 @@ def check_priority(setting: str, value: SupportsIndex) -> int:
     if not 0 <= priority < NUM_PRIORITIES:
         raise ConfigError(f"priority must be an integer from 0 to {NUM_PRIORITIES - 1}", setting=setting, value=value)
     return priority
-
-
-def check_duration(setting: str, value: object) -> float:
-    """Convert a positive number of seconds, at most a day (the limit in messages), to a float.
-
-    An int would become a float in a recording, and so make its replay differ.
-
-    Raises:
-        ConfigError: It is not; the error names the setting.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
-        raise ConfigError(
-            "setting must be a positive number of seconds, at most a day",
-            setting=setting,
-            value=value,
-            maximum=MAX_DURATION_S,
-        )
-    return float(value)
-
-
-def _check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
-    """Convert an integer of any type within bounds to an int; a bool is rejected.
-
-    Raises:
-        ConfigError: The value is not an integer, or is out of range; the error names the setting.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or not minimum <= number <= maximum:
-        raise ConfigError(
-            "setting must be an integer in range", setting=setting, value=value, minimum=minimum, maximum=maximum
-        )
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,12 +185,7 @@ class Limits:
     def __post_init__(self) -> None:
         for item in fields(self):
             maximum = MAX_METADATA_BYTES if item.name == "metadata_bytes" else MAX_COUNT
-            _set(self, item.name, _check_integer(f"limits.{item.name}", getattr(self, item.name), 1, maximum))
-
-
-def _set(config: object, name: str, value: object) -> None:
-    """Store a normalised setting in a frozen object that is being created."""
-    object.__setattr__(config, name, value)
+            set_field(self, item.name, check_integer(f"limits.{item.name}", getattr(self, item.name), 1, maximum))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,8 +234,8 @@ class RankConfig:
 
     def __post_init__(self) -> None:
         check_instance_name("instance", self.instance)
-        _set(self, "num_ranks", check_num_ranks(self.num_ranks))
-        _set(self, "engine_rank", _check_integer("engine_rank", self.engine_rank, 0, MAX_RANKS - 1))
+        set_field(self, "num_ranks", check_num_ranks(self.num_ranks))
+        set_field(self, "engine_rank", check_integer("engine_rank", self.engine_rank, 0, MAX_RANKS - 1))
         if self.engine_rank >= self.num_ranks:
             raise ConfigError(
                 "engine_rank must be less than num_ranks",
@@ -488,9 +259,9 @@ class RankConfig:
         check_type("timeouts", self.timeouts, Timeouts)
         check_type("limits", self.limits, Limits)
         if self.staging_bytes is not None:
-            _set(self, "staging_bytes", _check_integer("staging_bytes", self.staging_bytes, 0, MAX_STAGING_BYTES))
-        slot_bytes = _check_integer("staging_slot_bytes", self.staging_slot_bytes, 1, MAX_STAGING_BYTES)
-        _set(self, "staging_slot_bytes", slot_bytes)
+            set_field(self, "staging_bytes", check_integer("staging_bytes", self.staging_bytes, 0, MAX_STAGING_BYTES))
+        slot_bytes = check_integer("staging_slot_bytes", self.staging_slot_bytes, 1, MAX_STAGING_BYTES)
+        set_field(self, "staging_slot_bytes", slot_bytes)
         if self.record is not None:
             check_type("record", self.record, str, os.PathLike)
 
@@ -528,17 +299,6 @@ class RankConfig:
         return 0
 
 
-def check_type(setting: str, value: object, *kinds: type) -> None:
-    """Check the type of a setting.
-
-    Raises:
-        ConfigError: The type is wrong; the error names the setting.
-    """
-    if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError("setting has the wrong type", setting=setting, value=value, wanted=wanted)
-
-
 def check_trust(trust: object) -> None:
     """Check that a value is a `Trust`, and not, for example, the directory to load one from.
 
@@ -549,17 +309,6 @@ def check_trust(trust: object) -> None:
         raise ConfigError(
             "trust must be a kvflow.Trust; load it with kvflow.load_trust(directory)", setting="trust", value=trust
         )
-
-
-def check_argument(argument: str, value: object, kind: type) -> None:
-    """Check the type of an argument. The error omits the value, which may be large (a layout or tensors).
-
-    Raises:
-        ConfigError: The type is wrong; the error names the argument and both types.
-    """
-    if not isinstance(value, kind):
-        found, wanted = type(value).__name__, kind.__name__
-        raise ConfigError("argument has the wrong type", argument=argument, found=found, wanted=wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -657,13 +406,13 @@ class DecodeConfig(RankConfig):
         if self.signed_tickets and not self.trust_in_force.ticket_keys:
             raise ConfigError("signed_tickets needs a ticket key in trust", setting="signed_tickets", value=True)
         check_type("allowed_hosts", self.allowed_hosts, tuple, list)
-        _set(self, "allowed_hosts", tuple(self.allowed_hosts))
+        set_field(self, "allowed_hosts", tuple(self.allowed_hosts))
         for rule in self.allowed_hosts:
             _check_host_rule(rule)
         if self.advertise is not None:
             check_host("advertise", self.advertise)
-        _set(self, "digest_every", _check_integer("digest_every", self.digest_every, 0, MAX_COUNT))
-        _set(self, "staging_slots", _check_integer("staging_slots", self.staging_slots, 1, MAX_SLOTS_PER_PEER))
+        set_field(self, "digest_every", check_integer("digest_every", self.digest_every, 0, MAX_COUNT))
+        set_field(self, "staging_slots", check_integer("staging_slots", self.staging_slots, 1, MAX_SLOTS_PER_PEER))
         self._check_staging(self.staging_slots * self.staging_slot_bytes)
 
     @property

@@ -14,10 +14,8 @@ from typing_extensions import Unpack, override
 
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
-from kvflow.config import (
-    DecodeConfig,
-    check_argument,
-)
+from kvflow.checks import check_argument
+from kvflow.config import DecodeConfig
 from kvflow.directory import Directories
 from kvflow.errors import ConfigError, FailureReason, KvflowError, LocalProtocolError, Stage, TicketError
 from kvflow.geometry.layout import KVLayout

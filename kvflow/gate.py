@@ -17,8 +17,8 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from msgspec.structs import replace
 
+from kvflow.addresses import split_address
 from kvflow.bounds import Bounds
-from kvflow.config import split_address
 from kvflow.errors import RemoteProtocolError
 from kvflow.fair_shares import FairShares
 from kvflow.geometry.pages import WIRE_PAGES

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from kvflow.capability import sign
-from kvflow.config import check_duration, check_trust
+from kvflow.checks import check_duration
+from kvflow.config import check_trust
 from kvflow.control.curve import new_keys, public_key_of
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId

@@ -11,7 +11,8 @@ from kvflow.aio.flag import Flag
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import SharedBackend
 from kvflow.bounds import Bounds
-from kvflow.config import PrefillConfig, check_argument
+from kvflow.checks import check_argument
+from kvflow.config import PrefillConfig
 from kvflow.control.reading import OrderedReading
 from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient

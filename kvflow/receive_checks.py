@@ -5,18 +5,10 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from kvflow.addresses import SCHEME, Endpoint, check_endpoint, check_needs_trust
 from kvflow.capability import MAX_CAPABILITY
-from kvflow.config import (
-    SCHEME,
-    DecodeConfig,
-    Endpoint,
-    check_duration,
-    check_endpoint,
-    check_needs_trust,
-    check_num_ranks,
-    check_priority,
-    is_instance_name,
-)
+from kvflow.checks import check_duration
+from kvflow.config import DecodeConfig, check_num_ranks, check_priority, is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, PlanError, TicketError
 from kvflow.gate import host_denial, ticket_denial
 from kvflow.geometry.layout import KVLayout

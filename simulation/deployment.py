@@ -12,7 +12,8 @@ from typing import Any, Final
 import anyio
 from typing_extensions import override
 
-from kvflow.config import DecodeConfig, Endpoint, Limits, Packing, PrefillConfig, Timeouts
+from kvflow.addresses import Endpoint
+from kvflow.config import DecodeConfig, Limits, Packing, PrefillConfig, Timeouts
 from kvflow.errors import Shortage
 from kvflow.observe.logs import LOGGER
 from kvflow.state.tables import Memory

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvflow.config import check_address
+from kvflow.addresses import check_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
 from kvflow.trust import PLAIN, ClientKeys, Trust

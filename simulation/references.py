@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvflow.config import Endpoint
+from kvflow.addresses import Endpoint
 from kvflow.wire.messages import RankId
 from simulation.engines import PrefillWorker
 from simulation.requests import Request

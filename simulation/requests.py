@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvflow.config import Endpoint
+from kvflow.addresses import Endpoint
 from kvflow.decode import RoomReceiver
 from kvflow.geometry.ranges import TokenRange
 from kvflow.prefill import RoomSender

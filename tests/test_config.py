@@ -9,18 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.addresses import Endpoint, join_address, split_address
 from kvflow.config import (
     MAX_INSTANCE_CHARACTERS,
     MAX_METADATA_BYTES,
     DecodeConfig,
-    Endpoint,
     Limits,
     PrefillConfig,
     Proofs,
     Timeouts,
     is_instance_name,
-    join_address,
-    split_address,
 )
 from kvflow.errors import ConfigError
 from kvflow.trust import Trust

@@ -14,7 +14,7 @@ from typing import Final, Self
 import anyio
 from anyio.from_thread import BlockingPortal
 
-from kvflow.config import check_duration
+from kvflow.checks import check_duration
 from kvflow.errors import ConfigError, LocalProtocolError
 from kvflow.resources import report_accept_shortages
 

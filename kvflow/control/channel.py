@@ -24,7 +24,7 @@ from typing import Final
 import anyio
 import zmq
 
-from kvflow.config import check_bind, join_address, split_address
+from kvflow.addresses import check_bind, join_address, split_address
 from kvflow.control.backlog import Backlog
 from kvflow.control.curve import ZapAuthenticator, be_server
 from kvflow.control.dialer import ZmqConnection

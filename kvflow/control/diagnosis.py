@@ -7,7 +7,7 @@ speaks something else like one with other keys.
 import asyncio
 from typing import Final, NamedTuple
 
-from kvflow.config import split_address
+from kvflow.addresses import split_address
 from kvflow.errors import Shortage
 from kvflow.resources import check_shortage
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from kvflow.config import split_address
+from kvflow.addresses import split_address
 from kvflow.control.backlog import Backlog
 from kvflow.control.curve import be_client
 from kvflow.control.diagnosis import Diagnosis, diagnose

@@ -6,7 +6,8 @@ from typing import Final, NamedTuple, Self
 
 import anyio.lowlevel
 
-from kvflow.config import check_bind, check_needs_trust, check_type
+from kvflow.addresses import check_bind, check_needs_trust
+from kvflow.checks import check_type
 from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory.service import DirectoryMessage, DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError

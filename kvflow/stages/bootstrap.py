@@ -14,8 +14,8 @@ from typing import Final
 import anyio
 from msgspec.structs import replace
 
+from kvflow.addresses import check_needs_trust
 from kvflow.backends.base import Backend
-from kvflow.config import check_needs_trust
 from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Shortage, Stage, Unreachable
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks

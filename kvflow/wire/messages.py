@@ -20,15 +20,9 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
+from kvflow.addresses import check_endpoint
 from kvflow.capability import MAX_CAPABILITY
-from kvflow.config import (
-    MAX_INSTANCE_CHARACTERS,
-    MAX_LEASE_S,
-    MAX_METADATA_BYTES,
-    MAX_SLOTS_PER_PEER,
-    NUM_PRIORITIES,
-    check_endpoint,
-)
+from kvflow.config import MAX_INSTANCE_CHARACTERS, MAX_LEASE_S, MAX_METADATA_BYTES, MAX_SLOTS_PER_PEER, NUM_PRIORITIES
 from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import MAX_COMPONENTS, KVLayout, Name
 from kvflow.geometry.ranges import ALL_LAYERS, MAX_TOKENS, LayerRange

@@ -15,7 +15,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from kvflow.config import check_endpoint, is_instance_name
+from kvflow.addresses import check_endpoint
+from kvflow.config import is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, TicketError
 from kvflow.room import RoomId, as_room
 from kvflow.trust import Trust

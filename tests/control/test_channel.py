@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from benchmarks.resources import num_files
-from kvflow.config import split_address
+from kvflow.addresses import split_address
 from kvflow.control import dialer, sockets
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.wire.codec import decode_frames

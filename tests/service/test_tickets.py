@@ -11,7 +11,7 @@ import pytest
 import kvflow
 import kvflow.blocking
 from kvflow import Endpoint
-from kvflow.config import join_address
+from kvflow.addresses import join_address
 from kvflow.directory import lookups
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TicketError
 from kvflow.wire.messages import PeerId, RankId

@@ -4,7 +4,8 @@ The addresses come from a directory, which need not be trusted. So the first ran
 it has answered. Ranks that have never answered share few places (`kvflow.state.turns`).
 """
 
-from kvflow.config import Timeouts, split_address
+from kvflow.addresses import split_address
+from kvflow.config import Timeouts
 from kvflow.state.decode.deadlines import DecodeTimer, HelloUnanswered
 from kvflow.state.decode.instances import Instance, InstanceTable
 from kvflow.state.decode.peers import PrefillPeers

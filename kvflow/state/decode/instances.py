@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvflow.config import split_address
+from kvflow.addresses import split_address
 from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
 from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, InstanceRef

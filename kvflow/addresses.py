@@ -1,0 +1,200 @@
+"""Addresses of ranks: what is accepted, and which need keys."""
+
+import functools
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from kvflow.checks import check_integer, set_field
+from kvflow.errors import ConfigError
+from kvflow.trust import Trust
+
+__all__ = [
+    "SCHEME",
+    "Endpoint",
+    "check_address",
+    "check_bind",
+    "check_endpoint",
+    "check_host",
+    "check_needs_trust",
+    "join_address",
+    "split_address",
+]
+
+MAX_PORT: Final = 65_535
+SCHEME: Final = "tcp://"
+MAX_ZONE: Final = 15
+"""Maximum length of an IPv6 zone, which is that of a network interface name. Python cannot resolve zones longer than 63
+characters, and raises an error that is not an OSError.
+"""
+
+ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
+HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+
+HOSTS: Final = 1_024
+"""Hosts that are remembered to be of a kind: a transfer looks at the same one five times."""
+
+
+def split_address(setting: str, address: object) -> tuple[str, int]:
+    """Split `tcp://host:port`.
+
+    ZMQ accepts ports above 65535 and silently uses different ones; they are rejected here.
+
+    Returns:
+        The host, without brackets if it is an IPv6 address, and the port.
+
+    Raises:
+        ConfigError: The address does not have this form; the error names the setting.
+    """
+    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or int(match[2]) > MAX_PORT:
+        raise ConfigError("address must have the form tcp://HOST:PORT", setting=setting, value=address)
+    host = match[1]
+    if host.startswith("["):
+        host = host[1:-1]
+        if not _is_ipv6(host):
+            raise ConfigError("only an IPv6 address may be in brackets", setting=setting, value=address)
+    return host, int(match[2])
+
+
+def join_address(host: str, port: int) -> str:
+    """Return `tcp://host:port`, with an IPv6 address in brackets."""
+    is_bare = ":" in host and not host.startswith("[")
+    return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
+
+
+def check_address(setting: str, address: object) -> None:
+    """Check that an address has the form `tcp://host:port`.
+
+    Raises:
+        ConfigError: It does not; the error names the setting.
+    """
+    split_address(setting, address)
+
+
+def check_endpoint(setting: str, address: object) -> None:
+    """Check that an address can be connected to: no wildcard and not port 0.
+
+    Raises:
+        ConfigError: It is malformed or cannot be connected to; the error names the setting.
+    """
+    host, port = split_address(setting, address)
+    if port == 0 or _is_wildcard(host):
+        raise ConfigError(
+            "address must name a host and a port that others can connect to", setting=setting, value=address
+        )
+
+
+def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
+    """Reject a non-loopback address if no trust is configured.
+
+    Args:
+        setting: Name for the error.
+        address: "tcp://host:port".
+        trust: None if it is not configured.
+
+    Raises:
+        ConfigError: The address is malformed, or other hosts can reach it. The error names the setting and the remedy.
+    """
+    host, _ = split_address(setting, address)
+    if trust is None and not _is_loopback(host):
+        raise ConfigError(
+            "address is not a loopback address: set trust=kvflow.load_trust(directory), or "
+            "trust=kvflow.Trust.none() for plain transport",
+            setting=setting,
+            value=address,
+        )
+
+
+@functools.lru_cache(HOSTS)
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address of the prefill rank that acts as the registry for its instance.
+
+    Attributes:
+        host: A host name, or an IPv4 or IPv6 address, with or without brackets.
+        port: Port of its control socket.
+
+    Raises:
+        ConfigError: The address cannot be connected to.
+    """
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        check_host("host", self.host)
+        set_field(self, "host", self.host.strip("[]"))
+        set_field(self, "port", check_integer("port", self.port, 1, MAX_PORT))
+
+    def __str__(self) -> str:
+        return join_address(self.host, self.port)
+
+    @classmethod
+    def parse(cls, address: str) -> "Endpoint":
+        """Parse "tcp://host:port", the format of `PrefillRank.endpoint`.
+
+        Raises:
+            ConfigError: The address is malformed or cannot be connected to.
+        """
+        check_endpoint("address", address)
+        return cls(*split_address("address", address))
+
+
+def check_bind(bind: object, advertise: object) -> None:
+    """Check that an address can be bound and that peers can reach it.
+
+    Args:
+        bind: "tcp://host:port".
+        advertise: Host to give to peers, without a port; None for the host of `bind`.
+
+    Raises:
+        ConfigError: One of them is malformed, or `bind` is a wildcard and `advertise` is missing.
+    """
+    host, _ = split_address("bind", bind)
+    if advertise is None:
+        if _is_wildcard(host):
+            raise ConfigError("`bind` is a wildcard, so `advertise` must name a host", setting="bind", value=bind)
+    else:
+        check_host("advertise", advertise)
+
+
+def check_host(setting: str, host: object) -> None:
+    """Check that a value is a host that peers can connect to.
+
+    Raises:
+        ConfigError: It is a wildcard, has a scheme or a port, or is not a host at all. The error names the setting.
+    """
+    if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
+        raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
+
+
+@functools.lru_cache(HOSTS)
+def _is_ipv6(host: str) -> bool:
+    try:
+        zone = ipaddress.IPv6Address(host).scope_id
+    except ValueError:
+        return False
+    return zone is None or len(zone) <= MAX_ZONE
+
+
+def _is_host(text: str) -> bool:
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return _is_ipv6(bare) or (bare == text and HOST.fullmatch(text) is not None)
+
+
+@functools.lru_cache(HOSTS)
+def _is_wildcard(host: str) -> bool:
+    """Return whether a host stands for all addresses of this machine, as "0" and "0x0.0" also do."""
+    if _is_ipv6(host):
+        address = ipaddress.IPv6Address(host)
+        return (address.ipv4_mapped or address).is_unspecified
+    return host == "*" or not host.strip("0.xX")

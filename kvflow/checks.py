@@ -1,0 +1,72 @@
+"""Checks of single settings and arguments. Errors name the setting and its value."""
+
+import operator
+from typing import Final
+
+from kvflow.errors import ConfigError
+
+__all__ = ["check_argument", "check_duration", "check_integer", "check_type", "set_field"]
+
+MAX_DURATION_S: Final = 86_400.0
+
+
+def check_type(setting: str, value: object, *kinds: type) -> None:
+    """Check the type of a setting.
+
+    Raises:
+        ConfigError: The type is wrong; the error names the setting.
+    """
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError("setting has the wrong type", setting=setting, value=value, wanted=wanted)
+
+
+def check_argument(argument: str, value: object, kind: type) -> None:
+    """Check the type of an argument. The error omits the value, which may be large (a layout or tensors).
+
+    Raises:
+        ConfigError: The type is wrong; the error names the argument and both types.
+    """
+    if not isinstance(value, kind):
+        found, wanted = type(value).__name__, kind.__name__
+        raise ConfigError("argument has the wrong type", argument=argument, found=found, wanted=wanted)
+
+
+def check_duration(setting: str, value: object) -> float:
+    """Convert a positive number of seconds, at most a day (the limit in messages), to a float.
+
+    An int would become a float in a recording, and so make its replay differ.
+
+    Raises:
+        ConfigError: It is not; the error names the setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
+        raise ConfigError(
+            "setting must be a positive number of seconds, at most a day",
+            setting=setting,
+            value=value,
+            maximum=MAX_DURATION_S,
+        )
+    return float(value)
+
+
+def check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
+    """Convert an integer of any type within bounds to an int; a bool is rejected.
+
+    Raises:
+        ConfigError: The value is not an integer, or is out of range; the error names the setting.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not minimum <= number <= maximum:
+        raise ConfigError(
+            "setting must be an integer in range", setting=setting, value=value, minimum=minimum, maximum=maximum
+        )
+    return number
+
+
+def set_field(config: object, name: str, value: object) -> None:
+    """Store a normalised setting in a frozen object that is being created."""
+    object.__setattr__(config, name, value)
