@@ -146,7 +146,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             start_task=self._tasks.start,
             times=self._times,
             pulse=self._pulse,
-            log=self._log,
             anomalies=self._anomalies,
         )
         self._reading_context = ReadingContext(self._ports, self._anomalies, self._tasks.start)
@@ -352,7 +351,8 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         Raises:
             LocalProtocolError: The rank has not been opened.
         """
-        self.check_opened()
+        if self._loop is None:
+            raise self.not_open()
         counts, posts = self._core.counts(), self._post_counts()
         return RankStatistics.from_counts(counts, posts, self._anomalies, self._times, self._loop_lag)
 

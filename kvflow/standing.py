@@ -34,15 +34,6 @@ class Standing:
         if loop is not self._loop and self._loop is not None:
             raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
 
-    def check_opened(self) -> None:
-        """Check that the rank has been opened.
-
-        Raises:
-            LocalProtocolError: It has not.
-        """
-        if self._loop is None:
-            raise self.not_open()
-
     def not_open(self) -> LocalProtocolError:
         """Return the error for a call that requires an open rank."""
         message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 from kvflow.aio.pulse import Pulse
 from kvflow.config import RankConfig
 from kvflow.errors import FailureReason, Stage, ThreadShortage
-from kvflow.observe.logs import BoundLogger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Ports
@@ -33,7 +32,6 @@ class StageContext(Generic[Event]):
         start_task: Starts a task that ends with the rank at the latest.
         times: Records how long the stages take.
         pulse: Measures how long the event loop is held up while transfers are open.
-        log: Logger of the rank.
         anomalies: Counts and logs ignored messages.
     """
 
@@ -45,7 +43,6 @@ class StageContext(Generic[Event]):
     start_task: Callable[..., None]
     times: StageTimes
     pulse: Pulse
-    log: BoundLogger
     anomalies: AnomalyLog
 
     def failure(self, reason: FailureReason, stage: Stage, detail: str) -> Failure:

@@ -266,7 +266,6 @@ class Bench:
             start_task=start_task,
             times=StageTimes(),
             pulse=Pulse(lambda: 0.0, lambda: False, lambda _: None),
-            log=log,
             anomalies=AnomalyLog(log, lambda: 0.0),
         )
         self._waits = DeviceWaits(context)

@@ -63,7 +63,6 @@ class Proofs:
             dispatch=self.events.append,
             start_task=start,
             times=StageTimes(),
-            log=log,
             anomalies=AnomalyLog(log, system_ports().now),
             pulse=Pulse(system_ports().now, lambda: False, lambda _: None),
         )

@@ -1,7 +1,7 @@
 """What scheduler and workers send each other with each step of vLLM, which pickles it. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from kvflow.engines.vllm.dialect import Reference
@@ -105,13 +105,7 @@ class WorkerReport:
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         """Merge the report of another worker."""
-        return WorkerReport(
-            self.held + other.held,
-            self.freed + other.freed,
-            self.asked + other.asked,
-            self.lost + other.lost,
-            self.returned + other.returned,
-        )
+        return WorkerReport(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True)
