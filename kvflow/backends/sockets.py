@@ -18,9 +18,12 @@ handled before the call that read it returns.
 
 import array
 import fcntl
+import os
+import socket
+import struct
 import sys
 import termios
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +63,18 @@ HALF_CLOSED: Final = ("04", "05")
 CLOSED_BY_PEER: Final = "08"
 """State of a connection whose far end has closed. The data left to read ends with the end of file."""
 
+NETLINK_SOCK_DIAG: Final = 4
+SOCK_DIAG_BY_FAMILY: Final = 20
+NLM_F_DUMP_REQUEST: Final = 0x301
+NLMSG_ERROR: Final = 2
+NLMSG_DONE: Final = 3
+MAX_ANSWER_BYTES: Final = 65_536
+LISTED_STATES: Final = 0x1FFE
+"""Those that the tables in `/proc` show: all but sockets that are bound and do nothing yet."""
+
+NETLINK_HEADER: Final = struct.Struct("=IHHII")
+SOCK_DIAG_REQUEST: Final = struct.Struct("=BBxxI48x")
+SOCK_DIAG_MESSAGE: Final = struct.Struct("=xBxx4s16s16s16xII4xI")
 MAPPED: Final = "0000000000000000FFFF0000"
 """Prefix of an IPv4 address in the kernel's table of IPv6 connections."""
 
@@ -280,6 +295,47 @@ def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:
 
 
 def _rows() -> list[Row]:
+    try:
+        return [row for family in (socket.AF_INET, socket.AF_INET6) for row in _asked_for(family)]
+    except OSError:  # the kernel has no sock_diag, or nobody may use it: the tables say the same, forty times slower
+        return _listed()
+
+
+def _asked_for(family: socket.AddressFamily) -> Iterator[Row]:
+    """Ask the kernel for the TCP sockets of a family by sock_diag(7).
+
+    Raises:
+        OSError: It does not answer.
+    """
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as kernel:
+        request = SOCK_DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, LISTED_STATES)
+        header = NETLINK_HEADER.pack(NETLINK_HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST, 0, 0)
+        kernel.sendall(header + request)
+        while True:
+            answer = memoryview(kernel.recv(MAX_ANSWER_BYTES))
+            while answer:
+                length, kind, _, _, _ = NETLINK_HEADER.unpack_from(answer)
+                body, answer = answer[NETLINK_HEADER.size : length], answer[length + -length % 4 :]
+                if kind == NLMSG_DONE:
+                    return
+                if kind == NLMSG_ERROR:
+                    number = -int.from_bytes(body[:4], sys.byteorder, signed=True)
+                    raise OSError(number, os.strerror(number))
+                yield _answered(family, body)
+
+
+def _answered(family: socket.AddressFamily, message: memoryview) -> Row:
+    state, ports, near, far, unread, unsent, inode = SOCK_DIAG_MESSAGE.unpack_from(message)
+    words = 1 if family == socket.AF_INET else 4
+    ends = [
+        "".join(f"{word:08X}" for word in struct.unpack_from(f"={words}I", address)).removeprefix(MAPPED)
+        + f":{int.from_bytes(port, 'big'):04X}"
+        for address, port in ((near, ports[:2]), (far, ports[2:]))
+    ]
+    return Row((ends[0], ends[1]), f"{state:02X}", unsent, unread, inode)
+
+
+def _listed() -> list[Row]:
     rows = []
     for table in TABLES:
         if table.exists():

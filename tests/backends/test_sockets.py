@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -214,6 +215,49 @@ def test_an_address_of_a_table_is_told_from_those_of_other_hosts(digits: str, is
     assert is_own_address(sockets.address_of(digits)) is is_own
 
 
+UNKNOWN_PROTOCOL = 31
+"""A netlink protocol that no kernel has."""
+
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (socket.AF_INET6, "127.0.0.1")]
+)
+async def test_the_kernel_answers_what_its_tables_list(
+    family: socket.AddressFamily, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows() -> set[sockets.Row]:
+        found = {row for row in sockets._rows() if any(end.endswith(f":{port:04X}") for end in row.ends)}
+        # A listener sends nothing; sock_diag tells the length of its queue instead.
+        return {replace(row, num_unsent=0) if row.state == sockets.LISTENS else row for row in found}
+
+    def asked() -> set[sockets.Row]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sockets, "TABLES", ())
+            return rows()
+
+    def listed() -> set[sockets.Row]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sockets, "NETLINK_SOCK_DIAG", UNKNOWN_PROTOCOL)
+            return rows()
+
+    with listening(family) as listener, ExitStack() as opened:
+        port = listener.getsockname()[1]
+        far, half_closed, unaccepted, ended = (
+            opened.enter_context(socket.create_connection((host, port))) for _ in range(4)
+        )
+        _near, _other = (opened.enter_context(listener.accept()[0]) for _ in range(2))
+        far.sendall(b"unread")
+        half_closed.shutdown(socket.SHUT_WR)
+        unaccepted.sendall(bytes(NUM_BYTES))
+        ended.close()
+        await until(lambda: asked() == listed())
+        found = asked()
+    assert len(found) == 9
+    assert {row.state for row in found} == {sockets.LISTENS, "01", "05", "08"}
+    assert {6, 1} <= {row.num_unread for row in found}
+    assert any(row.num_unsent for row in found)
+
+
 FAR_ENDS = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 02024D0A:4038 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 11 1 0 100 0 0 10 0
@@ -230,6 +274,7 @@ def test_connections_with_another_host_need_not_end_once_a_living_process_lists_
     table = tmp_path / "tcp"
     table.write_text(FAR_ENDS)
     monkeypatch.setattr(sockets, "TABLES", (table,))
+    monkeypatch.setattr(sockets, "NETLINK_SOCK_DIAG", UNKNOWN_PROTOCOL)
     spared: set[bytes] = set()
     host = socket.inet_aton("10.77.1.2")
     seen = (frozenset[int](), frozenset({0x4038}), frozenset({host}))
