@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvflow.backends.mooncake.engine import start_native
 from kvflow.backends.mooncake.library import ENVIRONMENT, PEER_TO_PEER, EngineSettings, Library, environment_for
-from kvflow.backends.nixl.agent import CLOSING_ROUNDS
+from kvflow.backends.nixl.endpoints import CLOSING_ROUNDS
 from kvflow.backends.nixl.library import ENGINE_CONFIG, load
 
 __all__ = ["CLOSING_ROUNDS", "HOST", "NativeMooncake", "start_nixl"]

@@ -12,7 +12,7 @@ from msgspec import structs
 import kvflow
 from benchmarks.resources import num_files
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
-from kvflow.backends.nixl import agent as nixl_agent
+from kvflow.backends.nixl import endpoints as nixl_endpoints
 from kvflow.backends.nixl import outgoing
 from kvflow.backends.nixl.backend import FORMAT
 from kvflow.geometry.layout import KVLayout, MemoryRange
@@ -73,13 +73,13 @@ async def attacked(count: int, **options: Any) -> AsyncIterator[tuple[Guarded, U
 def added(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Blobs that have reached the library's parser."""
     blobs: list[bytes] = []
-    check = nixl_agent._check_name
+    check = nixl_endpoints._check_name
 
     def record(peer: str, blob: bytes) -> None:
         check(peer, blob)
         blobs.append(blob)
 
-    monkeypatch.setattr(nixl_agent, "_check_name", record)
+    monkeypatch.setattr(nixl_endpoints, "_check_name", record)
     return blobs
 
 
@@ -107,7 +107,7 @@ async def come_and_go(deployment: Guarded, agent: ForeignAgent, rank: int) -> st
 
 
 async def test_an_insider_with_ever_new_agents_uses_up_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 2)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 2)
     async with attacked(24) as (deployment, honest, agents):
         before = num_files()
         for rank, agent in enumerate(agents):
@@ -118,7 +118,7 @@ async def test_an_insider_with_ever_new_agents_uses_up_no_descriptors(monkeypatc
 
 
 async def test_an_insider_whose_descriptors_stay_open_starves_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     monkeypatch.setattr(bootstrap, "MAX_UNCLOSED", 8)
     monkeypatch.setattr(outgoing, "shut_down", lambda _: None)
     async with attacked(12) as (deployment, honest, agents):
@@ -273,7 +273,7 @@ async def test_a_hello_of_another_instance_is_refused_however_often_it_is_replay
 
 @pytest.mark.timeout(120)
 async def test_a_flood_of_hellos_starves_only_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 2)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 2)
     async with attacked(1, limits=kvflow.Limits(peers=32)) as (deployment, honest, agents):
         prefill, before = deployment.prefill[0], num_files()
         attackers = [insider(deployment) for _ in range(40)]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.resources import num_files
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend
-from kvflow.backends.nixl import agent as nixl_agent
+from kvflow.backends.nixl import endpoints as nixl_endpoints
 from kvflow.backends.nixl.native import MAX_AGENTS
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
@@ -205,7 +205,7 @@ async def test_a_peer_is_not_removed_while_it_is_in_doubt_whether_a_post_to_it_h
     monkeypatch: pytest.MonkeyPatch, api: Any
 ) -> None:
     removed: list[object] = []
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     async with open_endpoints("nixl", count=3) as (source, target, other):
         monkeypatch.setattr(api.nixl_agent, "remove_remote_agent", lambda _, peer: removed.append(peer))
         with monkeypatch.context() as patch:
@@ -286,7 +286,7 @@ async def test_disconnecting_a_live_peer_leaves_no_open_file(monkeypatch: pytest
 
 
 async def test_endpoints_to_disconnected_peers_are_bounded(monkeypatch: pytest.MonkeyPatch, api: Any) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 2)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 2)
     removed = recorded(monkeypatch, api.nixl_agent, "remove_remote_agent")
     async with open_endpoints("nixl", count=5) as (source, *others):
         for other in others:

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.resources import num_files
 from kvflow.backends import library_sockets
 from kvflow.backends.nixl import NixlBackend, outgoing
-from kvflow.backends.nixl import agent as nixl_agent
-from kvflow.backends.nixl.agent import MAX_KEPT
+from kvflow.backends.nixl import endpoints as nixl_endpoints
+from kvflow.backends.nixl.endpoints import MAX_KEPT
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
 from tests.backends.endpoints import (
@@ -96,7 +96,7 @@ async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_wr
 async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, count: int, most_kept: int, is_written_to: bool
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", most_kept)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", most_kept)
     async with writing() as (source, honest), foreign_agents([fresh_name() for _ in range(count)]) as agents:
         before = num_files()
         await come_and_go(source, agents, is_written_to=is_written_to)
@@ -109,7 +109,7 @@ async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
 @pytest.mark.slow
 async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX keeps trying to reach them."""
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     names = [fresh_name() for _ in range(16)]
     async with writing() as (source, honest), foreign_agents(names, is_silent=True) as agents:
         before = num_files()
@@ -125,7 +125,7 @@ async def test_agents_that_never_answer_use_up_no_descriptors(monkeypatch: pytes
 async def test_blobs_that_the_library_refuses_half_way_use_up_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "ANSWER_S", 0.3)
+    monkeypatch.setattr(nixl_endpoints, "ANSWER_S", 0.3)
     async with open_backend(NixlBackend()) as source, foreign_agents([fresh_name() for _ in range(9)]) as agents:
         before = num_files()
         for agent in agents[1:]:
@@ -182,7 +182,7 @@ async def test_an_endpoint_writes_to_itself_also_with_metadata_of_earlier() -> N
 
 
 async def test_a_peer_that_was_removed_is_reached_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     async with writing() as (source, _), foreign_agents([fresh_name()]) as agents:
         before = num_files()
         for number in range(8):
@@ -198,7 +198,7 @@ async def test_connections_to_the_address_of_a_live_peer_are_left_alone_until_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer can claim the address of another one for its agents."""
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     shut_down: list[object] = []
     closing = functools.partial(record_and_call, shut_down, library_sockets.shut_down)
     monkeypatch.setattr(outgoing, "shut_down", closing)
@@ -225,7 +225,7 @@ def record_and_call(calls: list[object], call: Any, argument: object) -> None:
 
 async def test_a_peer_that_writes_here_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes over the connection that this endpoint opened, which existed first."""
-    monkeypatch.setattr(nixl_agent, "MAX_KEPT", 0)
+    monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
     async with open_backend(NixlBackend(), seed=1) as one, open_backend(NixlBackend(), seed=2) as other:
         await one.connect(other)
         one.post(1, other, copies(one, other), b"to the other")
