@@ -65,7 +65,7 @@ async def test_no_more_than_the_last_lists_of_a_peer_are_held(lists: Lists, mark
             assert sorted(lists.held.values()) == both
             if slot % 2:
                 if mark is not None:
-                    setattr(backend._agent._connections[target.name], mark, True)
+                    setattr(backend._agent._endpoints.find(target.name), mark, True)
                 await backend.disconnect(target.name)
                 await source.connect(target)
                 assert sorted(lists.held.values()) == (both if mark is None else [])
