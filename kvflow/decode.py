@@ -329,7 +329,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
             allowed_hosts=tuple(config.allowed_hosts),
         )
         self._directories = Directories(
-            config.registry, self._log, self._reading_context, self._take_records, self._take_refusal, self._trust
+            config.registry, self._log, self._context, self._take_records, self._take_refusal, self._trust
         )
         self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)

@@ -174,7 +174,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         backend, capabilities = self._backend, self._backend.capabilities
         if self.config.registry is not None:
             keys = self._registry_keys(self._trust)
-            self._registry = RegistryClient(self.config.registry, self._log, self._reading_context, keys=keys)
+            self._registry = RegistryClient(self.config.registry, self._log, self._context, keys=keys)
             self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
@@ -209,7 +209,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         principal_of = self._authorizer.principal_of
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
         self._reading = OrderedReading(
-            REQUESTS, self._reading_context, principal_of, self._handle_request, self._reject, self._postpone
+            REQUESTS, self._context, principal_of, self._handle_request, self._reject, self._postpone
         )
         self._publish(backend.name)
         self._resources.callback(self._unregister)

@@ -23,7 +23,6 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
-from kvflow.control.reading import ReadingContext
 from kvflow.dispatcher import Dispatcher, open_recorder
 from kvflow.errors import (
     FailureReason,
@@ -148,7 +147,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             pulse=self._pulse,
             anomalies=self._anomalies,
         )
-        self._reading_context = ReadingContext(self._ports, self._anomalies, self._tasks.start)
         self._arrived = YieldingQueue[BackendEvent](self._take_backend_event, self._dispatcher.fail, EVENTS_AT_ONCE)
         self._is_draining = False
         self._resources = ExitStack()

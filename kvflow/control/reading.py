@@ -28,15 +28,16 @@ OVERHEAD_BYTES: Final = 256
 """Counted for each queued message in addition to its bytes."""
 
 Read = TypeVar("Read", bound=Message)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class ReadingContext:
-    """What a rank's connections share for parsing long messages, one at a time.
+    """What the connections of a rank share, for example to parse long messages one at a time.
 
     Attributes:
-        ports: The rank's external dependencies, such as threads.
-        anomalies: Counts what is not parsed as it should be.
+        ports: The rank's external dependencies.
+        anomalies: Counts and logs ignored messages.
         start_task: Starts a task that ends with the rank at the latest.
         turn: Lets one message be parsed at a time, in first-in, first-out order.
     """
@@ -44,7 +45,20 @@ class ReadingContext:
     ports: Ports
     anomalies: AnomalyLog
     start_task: Callable[..., object]
-    turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1), kw_only=True)
+
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
+        """Call a function in a worker thread, or on the event loop if no thread can be started.
+
+        Raises:
+            BaseException: Any exception of the function.
+        """
+        result: Awaitable[Result] = self.ports.run_in_thread(function)
+        try:
+            return await result
+        except ThreadShortage as error:
+            self.anomalies.count("thread_shortage", detail=str(error))
+            return function()
 
 
 class _UnreadMessages:
@@ -146,21 +160,8 @@ class OrderedReading(Generic[Read]):
     async def _read_beside(self, connection: bytes, unread: Unread) -> None:
         try:
             async with self._context.turn:
-                message = await self._read_in_thread(unread)
+                message = await self._context.in_thread(lambda: self._reader.read(unread))
         except RemoteProtocolError as error:
             self._on_refused(connection, error, len(unread.data))
         else:
             self._on_message(connection, message, len(unread.data))
-
-    async def _read_in_thread(self, unread: Unread) -> Read:
-        """Parse a message in a worker thread, or on the event loop if no thread can be started.
-
-        Raises:
-            RemoteProtocolError: The message is malformed.
-        """
-        result: Awaitable[Read] = self._context.ports.run_in_thread(lambda: self._reader.read(unread))
-        try:
-            return await result
-        except ThreadShortage as error:
-            self._context.anomalies.count("thread_shortage", detail=str(error))
-            return self._reader.read(unread)

@@ -64,7 +64,7 @@ async def test_honest_load_over_a_budget_is_postponed(kind: str, monkeypatch: py
             await until(lambda: num_lookups(registry.statistics()) >= NUM_RANKS)
             await stack.enter_async_context(prefill)
             if kind == "message_over_budget":
-                async with prefill._reading_context.turn:  # the first Hello is not parsed yet
+                async with prefill._context.turn:  # the first Hello is not parsed yet
                     await until(lambda: prefill.statistics().postponed)
             for room in range(NUM_RANKS):
                 tasks.start_soon(send, room)
