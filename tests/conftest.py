@@ -26,10 +26,14 @@ settings.load_profile("quick")  # --hypothesis-profile selects another one
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exclude modules and tests, which stay to the end, from garbage collection: it would look at them all the time."""
+    """Exclude modules and tests, which stay to the end, from garbage collection: it would look at them all the time.
+
+    What tests leave is collected more rarely than by default, too.
+    """
     gc.disable()
     collected = yield
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
     return collected
 
