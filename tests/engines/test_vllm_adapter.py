@@ -183,7 +183,7 @@ class Server:
 
 @contextmanager
 def servers(*groups: Any, patience_s: float = 0.001, **options: Any) -> Iterator[tuple[Server, Server]]:
-    read = read_options({"timeouts": TIMEOUTS, **options})
+    read = read_options({"backend": "memory", "timeouts": TIMEOUTS, **options})
     with ExitStack() as stack:
         made = []
         for is_prefill in (True, False):
@@ -226,7 +226,12 @@ def begin_decode(server: Server, params: Mapping[str, Any], num_local: int = 0) 
     return request
 
 
-@pytest.mark.parametrize("pair", [{}, {"layerwise": True}], ids=["after each step", "layer by layer"], indirect=True)
+@pytest.mark.parametrize(
+    "pair",
+    [{"backend": "nixl"}, {"backend": "nixl", "layerwise": True}],
+    ids=["after each step", "layer by layer"],
+    indirect=True,
+)
 @pytest.mark.parametrize("num_local", [0, 4])
 def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_local: int) -> None:
     source, target = pair
