@@ -31,7 +31,7 @@ def fresh_name(stem: str = "agent") -> str:
 
 def random_bytes(count: int, seed: int) -> Bytes:
     """Return uint8[count], none of them 0 or 255."""
-    return np.random.default_rng(seed).integers(1, 255, count, np.uint8)
+    return np.frombuffer(np.random.default_rng(seed).bytes(count), np.uint8) % 254 + 1
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Pool:
 
     def randomize(self, rng: np.random.Generator) -> None:
         for buffer in self.buffers:
-            buffer[:] = rng.integers(1, 255, buffer.size, np.uint8)
+            buffer[:] = np.frombuffer(rng.bytes(buffer.size), np.uint8) % 254 + 1
 
     def real_address(self, address: int) -> int:
         """Return the real address of an address in the layout."""
