@@ -21,6 +21,10 @@ class HeldPage(NamedTuple):
     component: str
     page: int
 
+    def is_in(self, pages: Mapping[str, bytes]) -> bool:
+        """Return whether it is among pages encoded as `WIRE_PAGES` by component."""
+        return bool((np.frombuffer(pages.get(self.component, b""), WIRE_PAGES) == self.page).any())
+
 
 class HeldPages:
     """One flag for each page of each component; pages of different components are independent.

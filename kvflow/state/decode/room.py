@@ -6,16 +6,13 @@ and, if digests were requested, the received bytes match the sent ones. Any othe
 could still write is told to stop, and the pages are returned once each has confirmed that it has.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.pages import WIRE_PAGES
-from kvflow.state.decode.held import HeldPage
+from kvflow.state.decode.messages import grant_token, make_announce, make_grant, make_parts
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
     CountAnomaly,
@@ -40,20 +37,17 @@ from kvflow.state.tables import (
 )
 from kvflow.wire.messages import (
     PAGE_BYTES,
-    PARTS_PER_QUERY,
     Ack,
-    Announce,
     Cancel,
     Failure,
     Grant,
-    GrantedPages,
     Notice,
     PagesQuery,
     PeerId,
     SlotReleased,
 )
 
-__all__ = ["PAGES_INLINE_IN_ALL", "ReceiveContext", "Room", "grant_token"]
+__all__ = ["PAGES_INLINE_IN_ALL", "ReceiveContext", "Room"]
 
 PAGES_INLINE_IN_ALL = 2**18
 """Rooms that are granted at once send about this many pages with their grants. Prefill ranks ask for the others, so
@@ -129,15 +123,6 @@ class Room:
         """Notices of all ranks: those counted, and those whose pieces are being scattered."""
         return self.tally.num_notices + self.tally.num_scattering
 
-    def involves(self, peer: PeerId) -> bool:
-        """Return whether a peer was sent a grant or an announcement."""
-        return peer in self.told
-
-    def holds(self, held: HeldPage) -> bool:
-        """Return whether a page is one of its destination pages."""
-        pages = self.opened.pages.get(held.component, b"")
-        return bool((np.frombuffer(pages, WIRE_PAGES) == held.page).any())
-
     def unproved(self) -> list[PeerId]:
         """Return the ranks that may still write to its pages."""
         return [progress.peer for progress in self.ranks.values() if not progress.state.is_quiet]
@@ -171,14 +156,7 @@ class Room:
         return self._announce(timeout_s) if self.is_announced else self._grant_all(ranks, timeout_s)
 
     def _announce(self, timeout_s: float) -> list[DecodeEffect]:
-        announce = Announce(
-            room=self.room,
-            generation=self.generation,
-            num_decode_ranks=self.opened.num_decode_ranks,
-            timeout_s=timeout_s,
-            capability=self.opened.capability,
-        )
-        return [SendMessage(peer, announce) for peer in self.told]
+        return [SendMessage(peer, make_announce(self.opened, timeout_s)) for peer in self.told]
 
     def _grant_all(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
         """Send grants; those to ranks that send nothing have no pages."""
@@ -239,43 +217,14 @@ class Room:
 
     def send_pages(self, peer: PeerId, query: PagesQuery) -> list[DecodeEffect]:
         """Send a rank the parts of the page tables that it asks for."""
-        if self._progress_of(peer) is None or not self.state.is_pending:
+        if self._progress_of(peer) is None or self.is_inline or not self.state.is_pending:
             return []
-        parts = self._grant(peer, 0.0).parts[query.start : min(query.stop, query.start + PARTS_PER_QUERY)]
-        return [
-            SendMessage(
-                peer,
-                GrantedPages(
-                    room=self.room,
-                    generation=self.generation,
-                    part=number,
-                    pages=self.opened.pages[name][first * PAGE_BYTES : last * PAGE_BYTES],
-                ),
-            )
-            for number, (name, first, last) in enumerate(parts, query.start)
-        ]
+        return [SendMessage(peer, part) for part in make_parts(self.opened, query)]
 
     def _grant(self, peer: PeerId, timeout_s: float) -> Grant:
-        opened, progress = self.opened, self.ranks.get(peer.rank.engine_rank)
-        pages, num_pages = {}, {}
-        if progress is not None and self.is_inline:
-            pages = dict(opened.pages)
-        elif progress is not None:
-            num_pages = {name: len(data) // PAGE_BYTES for name, data in opened.pages.items()}
-        return Grant(
-            room=opened.room,
-            generation=opened.generation,
-            token=progress.token if progress is not None else 0,
-            ranges=dict(opened.ranges),
-            pages=pages,
-            num_pages=num_pages,
-            num_decode_ranks=opened.num_decode_ranks,
-            timeout_s=timeout_s,
-            progress_s=self._context.progress_s,
-            priority=opened.priority,
-            digest=opened.digest,
-            capability=opened.capability,
-        )
+        progress = self.ranks.get(peer.rank.engine_rank)
+        token = None if progress is None else progress.token
+        return make_grant(self.opened, token, timeout_s, self._context.progress_s, is_inline=self.is_inline)
 
     def _cancel(self, failure: Failure, progress: RankProgress | None = None) -> Cancel:
         has_landed = progress is not None and progress.has_landed
@@ -472,9 +421,3 @@ class Room:
 
     def _error(self, reason: FailureReason, peer: PeerId, detail: str) -> Failure:
         return Failure(reason, Stage.AGGREGATE, str(self._context.me.rank), f"{peer.rank}: {detail}")
-
-
-def grant_token(secret: bytes, engine_rank: int) -> int:
-    """Derive the token that notices of one rank must carry; no rank can derive another's."""
-    digest = hashlib.blake2b(engine_rank.to_bytes(8, "little"), key=secret, digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -220,7 +220,7 @@ class Rooms:
     def in_flight(self, peer: PeerId, drained: Drained, number: int) -> list[DecodeEffect]:
         """Wait until what a rank still has in flight for a room has landed; `number` is that of the wait."""
         room = self._find(drained.room, drained.generation)
-        if room is None or not room.involves(peer):
+        if room is None or peer not in room.told:
             return self._answer_closed(drained.room, drained.generation, peer, "drained_of_unknown_transfer")
         return [WaitForLanding(peer, drained, number)]
 
@@ -232,7 +232,7 @@ class Rooms:
     def failed(self, peer: PeerId, failed: Failed, now: float) -> list[DecodeEffect]:
         """End a room because a prefill rank reported a failure."""
         room = self._find(failed.room, failed.generation)
-        if room is None or not room.involves(peer):
+        if room is None or peer not in room.told:
             return self._answer_closed(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
         return self._follow(room, room.failed(peer, failed.failure, is_drained=failed.drained), now)
 
@@ -270,7 +270,7 @@ class Rooms:
         """Fail every room that still needs a lost rank, if only to hold its pages."""
         effects: list[DecodeEffect] = []
         for room in self._rooms_of(peer):
-            if room.involves(peer):
+            if peer in room.told:
                 effects += self._follow(room, room.lost(peer, failure), now)
         return effects
 
@@ -278,13 +278,13 @@ class Rooms:
         """Record the proof that no write of a prefill incarnation can land any more."""
         effects: list[DecodeEffect] = []
         for room in self._rooms_of(peer):
-            if room.involves(peer):
+            if peer in room.told:
                 effects += self._follow(room, room.fenced(peer, failure), now)
         return effects
 
     def involve(self, peer: PeerId) -> bool:
         """Return whether a room, in quarantine or not, was granted or announced to a prefill rank."""
-        return any(room.involves(peer) for room in self._rooms_of(peer))
+        return any(peer in room.told for room in self._rooms_of(peer))
 
     def await_proof_of(self, peer: PeerId) -> bool:
         """Return whether any room waits for a prefill rank to write everything, or to prove that it has stopped."""
@@ -413,7 +413,7 @@ class Rooms:
 
     def _in_use(self, held: HeldPage) -> PagesInUse:
         """Return the error that names the transfer which holds a page."""
-        holder = next(room for room in self.rooms.values() if room.holds(held))
+        holder = next(room for room in self.rooms.values() if held.is_in(room.opened.pages))
         return PagesInUse(
             "another transfer may still write to this page",
             component=held.component,
