@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 import anyio
 import pytest
 
-from kvflow import config
+from kvflow import addresses
 from kvflow.control.channel import ZmqControl
 from kvflow.errors import ConfigError
 from tests.control.ends import LOCAL, Server
@@ -114,7 +114,7 @@ async def test_a_zone_that_is_too_long_is_not_even_asked_for(monkeypatch: pytest
     """Python raises a UnicodeError for it, in a group. Addresses come from peers, and must not break a rank."""
     with pytest.raises(ConfigError):
         await is_refused(f"tcp://[fe80::1%{'a' * 64}]:1", ANSWERS_S)
-    monkeypatch.setattr(config, "MAX_ZONE", 64)
+    monkeypatch.setattr(addresses, "MAX_ZONE", 64)
     assert not await is_refused(f"tcp://[fe80::1%{'b' * 64}]:1", ANSWERS_S)  # what is known of the other one is kept
 
 
