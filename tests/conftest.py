@@ -33,7 +33,7 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     collected = yield
     gc.freeze()
-    gc.set_threshold(50_000)
+    gc.set_threshold(5_000)
     gc.enable()
     return collected
 
