@@ -49,7 +49,7 @@ STEPS: Final = (
     Step("planned", PREFILL, "kvflow.stages.submit:Submit.post"),
     Step("transport has it", PREFILL, "kvflow.stages.submit:Submit.post", is_end=True),
     Step("agent is about to post", PREFILL, "kvflow.backends.nixl.agent:NixlAgent.post_next"),
-    Step("native post has returned", PREFILL, "kvflow.backends.nixl.agent:NixlAgent._follow", is_end=True),
+    Step("native post has returned", PREFILL, "kvflow.backends.nixl.writes:NativeWrites._follow", is_end=True),
     Step("decode's agent has the notice", DECODE, "kvflow.backends.delivery:EventDelivery.deliver_soon"),
     Step("decode's event loop takes it up", DECODE, "kvflow.stages.aggregate:Aggregate.handle_event"),
     Step("decode's transfer has succeeded", DECODE, "kvflow.transfer:Transfer.report", is_end=True, counts=_is_success),

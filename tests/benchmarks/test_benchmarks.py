@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -116,6 +117,11 @@ def test_embedded_times_handovers_and_calls(run: Run) -> None:
     assert [row["unit"] for row in rows] == ["ms"] * 2 + ["us"] * 6
     assert all(0 < row["kvflow"] <= row["tail"]["kvflow_p99"] for row in rows)
     assert all(row["ratio"] > 0 for row in rows[:2])
+
+
+@pytest.mark.parametrize("function", [step.function for step in STEPS if step.function])
+def test_what_marks_a_step_of_a_handover_is_there(function: str) -> None:
+    assert callable(pkgutil.resolve_name(function))
 
 
 @pytest.mark.slow
