@@ -414,11 +414,10 @@ async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own()
         decode = deployment.decode[0]
         assert staging(decode).windows_taken == 1
         (first,) = deployment.prefill
-        bind = first.endpoint
         await deployment.close(first)
         await until(lambda: not decode.statistics().peers)  # otherwise the next room would go to the first one
         config = prefill_config(
-            deployment.registry.endpoint, bind=bind, packing="always", staging_slot_bytes=SLOT_BYTES, limits=PAGE_PIECES
+            deployment.registry.endpoint, packing="always", staging_slot_bytes=SLOT_BYTES, limits=PAGE_PIECES
         )
         again = kvflow.PrefillRank(config, deployment.sources[0].layout)
         deployment.prefill[:] = [await deployment.open(again, stack)]
