@@ -12,7 +12,6 @@ The measurements behind this module, and the conclusions:
   endpoint. A library agent has one endpoint per peer, and removing it would lose track of its posts, so several agents
   are created if necessary; peers write to the first one.
 
-
 Source: nixl 1.5.1 (UCX 1.23) on Linux, host memory, one host.
 """
 
@@ -123,7 +122,7 @@ class NativeEndpoints:
         self._close_silent()
 
     def expect_silence(self) -> None:
-        """Have the next `tidy_up` look at every connection."""
+        """Have the next `tidy_up` look for silent connections at once."""
         self._silence_at = 0.0
 
     def remove_all(self) -> None:
