@@ -14,8 +14,8 @@ from benchmarks.processes import ChildProcess
 from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.cli.tasks import open_tasks
+from kvflow.gate.rates import RateLimiter
 from kvflow.geometry import KVLayout
-from kvflow.rate_limiter import RateLimiter
 from kvflow.stages.context import agent_name
 
 __all__ = ["use_peers"]

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvflow.capability import sign
 from kvflow.checks import check_duration
 from kvflow.config import check_trust
 from kvflow.control.curve import new_keys, public_key_of
 from kvflow.errors import ConfigError
+from kvflow.gate.capability import sign
 from kvflow.room import RoomId
 from kvflow.trust import SECRET_BYTES, Trust, TrustedKey, is_key
 

@@ -17,6 +17,7 @@ from kvflow.control.reading import OrderedReading
 from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
+from kvflow.gate.sizes import Unread
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
@@ -44,7 +45,7 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.statistics import PostCounts
 from kvflow.transfer import Transfer, check_room
 from kvflow.trust import ClientKeys, Trust
-from kvflow.wire.codec import Reader, Unread, encode
+from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
     MAX_DOMAIN_BYTES,
     Failure,

@@ -6,11 +6,10 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from kvflow.addresses import SCHEME, Endpoint, check_endpoint, check_needs_trust
-from kvflow.capability import MAX_CAPABILITY
 from kvflow.checks import check_duration
 from kvflow.config import DecodeConfig, check_num_ranks, check_priority, is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, PlanError, TicketError
-from kvflow.gate import host_denial, ticket_denial
+from kvflow.gate.identity import host_denial, ticket_denial
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, Pages, PageTable, TokenPages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange, check_range
@@ -20,6 +19,7 @@ from kvflow.state import events as ev
 from kvflow.state.quarantine import Footprint
 from kvflow.transfer import check_room
 from kvflow.trust import Trust
+from kvflow.wire.messages import MAX_CAPABILITY
 from kvflow.wire.ticket import Ticket
 
 __all__ = ["Prefill", "ReceiveChecks", "ReceiveRequest", "Wanted"]

@@ -21,8 +21,8 @@ from kvflow.config import (
     is_instance_name,
 )
 from kvflow.errors import ConfigError
+from kvflow.gate.sizes import MAX_MESSAGE_BYTES
 from kvflow.trust import Trust
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 REGISTRY: Final = "tcp://127.0.0.1:7100"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.control.tcp import Tcp
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
+from kvflow.gate.sizes import MAX_MESSAGE_BYTES
 
 __all__ = ["MAX_UNSENT_BYTES", "MAX_UNSENT_IN_ALL_BYTES", "Backlog"]
 

@@ -41,11 +41,11 @@ from kvflow.control.sockets import (
 )
 from kvflow.control.tcp import Tcp, accept_connects, has_arrivals, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
+from kvflow.gate.sizes import MAX_REQUEST_BYTES
 from kvflow.hosts import host_towards
 from kvflow.ports import OnKindRefused, ignore_kind_refused
 from kvflow.resources import check_shortage, descriptors, find_shortage
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, Trust
-from kvflow.wire.codec import MAX_REQUEST_BYTES
 
 __all__ = ["ZmqConnection", "ZmqControl", "ZmqListener"]
 

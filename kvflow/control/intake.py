@@ -18,8 +18,8 @@ import zmq
 
 from kvflow.control.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
 from kvflow.control.tcp import Tcp, is_listener
+from kvflow.gate.sizes import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from kvflow.ports import OnKindRefused
-from kvflow.wire.codec import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 
 __all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
 

@@ -14,9 +14,10 @@ import anyio
 import anyio.lowlevel
 
 from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.gate.sizes import Unread
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Ports
-from kvflow.wire.codec import Reader, Unread
+from kvflow.wire.codec import Reader
 from kvflow.wire.messages import Message
 
 __all__ = ["MAX_WAITING_BYTES", "OrderedReading", "ReadingContext"]

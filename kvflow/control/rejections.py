@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvflow.errors import RemoteProtocolError
-from kvflow.rate_limiter import RateLimiter
+from kvflow.gate.rates import RateLimiter
 from kvflow.trust import principal_of
 
 __all__ = ["REJECTIONS_AT_ONCE", "RejectionLimiter"]

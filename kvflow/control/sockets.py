@@ -13,8 +13,8 @@ from typing import Final
 import zmq
 
 from kvflow.errors import Unreachable
+from kvflow.gate.sizes import MAX_MESSAGE_BYTES
 from kvflow.resources import check_threads, descriptors
-from kvflow.wire.codec import MAX_MESSAGE_BYTES
 
 __all__ = [
     "LINGER_MS",

@@ -7,11 +7,12 @@ from typing import Final
 
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, Unreachable
+from kvflow.gate.rates import RateLimiter
+from kvflow.gate.sizes import Unread
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnObstacle, ignore_obstacle
-from kvflow.rate_limiter import RateLimiter
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import Reader, Unread, encode
+from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
     Lookup,
     Message,

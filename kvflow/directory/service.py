@@ -10,11 +10,12 @@ from msgspec import structs
 from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import MAX_BYTES, MAX_RANKS, Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
+from kvflow.gate.rates import RateLimiter
+from kvflow.gate.sizes import MAX_RECORDS_BYTES, Unread
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener
-from kvflow.rate_limiter import RateLimiter
 from kvflow.trust import principal_of, speaks_for
-from kvflow.wire.codec import MAX_RECORDS_BYTES, Unread, encode
+from kvflow.wire.codec import encode
 from kvflow.wire.messages import (
     Lookup,
     Message,

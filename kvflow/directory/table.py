@@ -12,7 +12,7 @@ registry may learn that only later, so registering once more is not enough to ge
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     MAX_RANKS_TOLD,

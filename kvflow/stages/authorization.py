@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Final
 
-from kvflow.capability import denial
-from kvflow.rate_limiter import RateLimiter
+from kvflow.gate.capability import denial
+from kvflow.gate.rates import RateLimiter
+from kvflow.gate.sizes import Unread
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.trust import Trust, principal_of, speaks_for
-from kvflow.wire.codec import Unread
 from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
 
 __all__ = ["Authorizer"]

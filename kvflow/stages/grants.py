@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Final
 
-from kvflow.gate import GrantGate, GrantId
+from kvflow.gate.grants import GrantGate, GrantId
 from kvflow.stages.context import StageContext
 from kvflow.state import events as ev
 from kvflow.state.prefill.core import PrefillCore

@@ -1,1 +1,1 @@
-"""What peers say to each other: `messages`, `codec` (bytes), `ticket`, and `weight` of what is decoded. Pure."""
+"""What peers say to each other: `messages`, their bytes (`codec`), and `ticket`. Pure."""

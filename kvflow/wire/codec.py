@@ -11,17 +11,12 @@ import msgspec
 from msgspec.structs import replace
 
 from kvflow.errors import KvflowError, RemoteProtocolError
+from kvflow.gate.sizes import LONG_BYTES, WITH_PAGES, Unread, check_length
 from kvflow.geometry.packed_pages import pack_pages, unpack_pages
-from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART, AnyMessage, Grant, GrantedPages, Message
-from kvflow.wire.weight import is_light
+from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART, AnyMessage, Grant, Message
 
 __all__ = [
-    "LONG_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "MAX_RECORDS_BYTES",
-    "MAX_REQUEST_BYTES",
     "Reader",
-    "Unread",
     "decode",
     "decode_frames",
     "encode",
@@ -31,69 +26,12 @@ MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
 """Version of the framing, a four-byte header and MessagePack. The protocol version is negotiated in the Hello."""
 HEADER: Final = MAGIC + bytes([FRAME_FORMAT])
-MAX_MESSAGE_BYTES: Final = 64 * 2**20
-"""Limit for messages on connections that this process has opened: a transfer's metadata may be large, and takes no time
-to parse."""
-
-MAX_REQUEST_BYTES: Final = 2 * 2**20
-"""Limit for messages to a listener: a Hello or Register. Its regions are checked one by one: 4,096 regions, which are
-150 KB, take 25 ms. Most of a large message is the transport's metadata, which takes no time to parse."""
-
-MAX_RECORDS_BYTES: Final = 8 * 2**20
-"""Limit for Records: those of 512 ranks with 126 layers each have 7 MiB."""
-
-LONG_BYTES: Final = 16 * 2**10
-"""Limit for all kinds without a limit of their own, whose messages have less than half of it."""
-
-MAX_GRANT_BYTES: Final = LONG_BYTES + 4 * PAGES_INLINE
-MAX_PAGES_BYTES: Final = LONG_BYTES + 4 * PAGES_PER_PART
-
-LIMITS: Final = {
-    b"hello": MAX_REQUEST_BYTES,
-    b"register": MAX_REQUEST_BYTES,
-    b"records": MAX_RECORDS_BYTES,
-    b"grant": MAX_GRANT_BYTES,
-    b"granted_pages": MAX_PAGES_BYTES,
-    b"notice": MAX_MESSAGE_BYTES,
-}
-"""Limits of the kinds that may have more than `LONG_BYTES`, by tag."""
-
-LIGHT: Final = (b"grant", b"granted_pages", b"notice")
-"""Kinds that are long only because of a few large values: page tables, metadata. Parsing one takes as long as copying
-it."""
-
-MAX_VALUES: Final = 512
-"""Maximum number of values in a long message of a light kind. A Grant with page tables for 16 components has about
-130."""
-
-MAX_TEXT_BYTES: Final = 2**16
-"""Maximum length of a text in such a message. Texts are validated as they are decoded; bytes are not."""
-
-WITH_PAGES: Final = (Grant, GrantedPages)
-
 TAG_FIELD: Final = b"\xa4type"
 SHORT_MAP: Final = 0x80
 LONG_MAP: Final = 0xDE
 SHORT_TEXT: Final = 0xA0
 
 Read = TypeVar("Read", bound=Message)
-
-
-class Unread(msgspec.Struct, frozen=True, gc=False):
-    """A message that has not been parsed, except for its kind.
-
-    Attributes:
-        kind: Class of the message.
-        data: All bytes of the message.
-    """
-
-    kind: type[Message]
-    data: bytes
-
-    @property
-    def is_long(self) -> bool:
-        """Whether parsing may block the event loop noticeably."""
-        return len(self.data) > LONG_BYTES and self.kind not in WITH_PAGES
 
 
 class Reader(Generic[Read]):
@@ -131,7 +69,7 @@ class Reader(Generic[Read]):
             tag = _tag(beginning).decode("ascii", "replace")
             raise RemoteProtocolError("message of this kind is not accepted here", kind=tag)
         if len(data) > LONG_BYTES:
-            _check_length(data, _tag(beginning))
+            check_length(data, len(HEADER), _tag(beginning))
         return Unread(kind, data)
 
     def read(self, unread: Unread) -> Read:
@@ -230,18 +168,6 @@ def _beginning(data: bytes) -> bytes:
     if not 0 <= tag_length < 32 or data[start : start + 5] != TAG_FIELD:
         raise _malformed("it does not begin with its type", data)
     return data[start : start + 6 + tag_length]
-
-
-def _check_length(data: bytes, tag: bytes) -> None:
-    """Check that a long message is within the limit of its kind, and does not take disproportionately long to parse.
-
-    Raises:
-        RemoteProtocolError: The message is too long, or has too many values.
-    """
-    if len(data) > LIMITS.get(tag, LONG_BYTES):
-        raise RemoteProtocolError("message is too long for its kind", kind=tag.decode(), num_bytes=len(data))
-    if tag in LIGHT and not is_light(data, len(HEADER), max_values=MAX_VALUES, max_text_bytes=MAX_TEXT_BYTES):
-        raise RemoteProtocolError("message has too many values for its kind", kind=tag.decode(), num_bytes=len(data))
 
 
 def _malformed(detail: str, data: bytes) -> RemoteProtocolError:

@@ -21,7 +21,6 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from kvflow.addresses import check_endpoint
-from kvflow.capability import MAX_CAPABILITY
 from kvflow.config import MAX_INSTANCE_CHARACTERS, MAX_LEASE_S, MAX_METADATA_BYTES, MAX_SLOTS_PER_PEER, NUM_PRIORITIES
 from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, Stage
 from kvflow.geometry.layout import MAX_COMPONENTS, KVLayout, Name
@@ -30,6 +29,7 @@ from kvflow.geometry.routes import Route
 from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 
 __all__ = [
+    "MAX_CAPABILITY",
     "MAX_DOMAIN_BYTES",
     "OLDEST_VERSION",
     "PROTOCOL_VERSION",
@@ -102,6 +102,9 @@ MAX_DETAIL = 1_024
 """Maximum length of a failure detail, in characters. Both sender and receiver truncate longer ones."""
 
 MAX_DOMAIN_BYTES = 256
+
+MAX_CAPABILITY: Final = 4_096
+"""Maximum length of a capability, in characters."""
 
 MAX_ENDS: Final = 256
 """Maximum number of data connections that a Pong lists."""
@@ -430,7 +433,7 @@ class Announce(Message, frozen=True, tag="announce"):
         generation: As in Grant.
         num_decode_ranks: Number of decode ranks that request this room.
         timeout_s: Time left until the decode rank gives up.
-        capability: Permits the sender to receive the room, see `kvflow.capability`; empty if it has none.
+        capability: Permits the sender to receive the room, see `kvflow.gate.capability`; empty if it has none.
     """
 
     room: WireRoom

@@ -15,10 +15,11 @@ from kvflow.bounds import Bounds
 from kvflow.control.rejections import REJECTIONS_AT_ONCE
 from kvflow.directory import service, table
 from kvflow.errors import FailureReason
+from kvflow.gate.sizes import MAX_REQUEST_BYTES
 from kvflow.geometry.layout import Region
 from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import HEADER, MAX_REQUEST_BYTES, encode
+from kvflow.wire.codec import HEADER, encode
 from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Records, Register, Unregister, Welcome
 from tests.attack.guarded import BACKENDS, Attacker, guarded, works
 from tests.attack.insiders import hello_to, insider, under_way

@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 import kvflow
-from kvflow.capability import denial, sign
 from kvflow.errors import ConfigError, FailureReason, TicketError, TransferFailed
+from kvflow.gate.capability import denial, sign
 from tests.attack.guarded import outcome
 from tests.support.instances import QUICK, Deployment, Request, decode_config, deploy, make_pool
 from tests.support.trusts import trusts

@@ -12,10 +12,11 @@ import pytest
 from kvflow.control import reading
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.gate.sizes import LONG_BYTES, Unread
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.system import system_ports
-from kvflow.wire.codec import LONG_BYTES, Reader, Unread, encode
+from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import Notice, Ping
 from tests.support.cores import PREFILL
 from tests.support.waiting import until

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 NUM_RANKS = 4
 
 LONG_HELLO = Pool(PagedShape(NUM_RANKS, 4, (0, 1), 8, num_layers=400), 0)
-"""Its regions make a Hello of more than `codec.LONG_BYTES`, which is parsed in a thread."""
+"""Its regions make a Hello of more than `LONG_BYTES`, which is parsed in a thread."""
 
 BUDGETS: dict[str, list[tuple[ModuleType, str, int]]] = {
     "hello_over_budget": [(authorization, "HELLOS_AT_ONCE", 1), (authorization, "HELLOS_PER_S", 1)],

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, LayoutError, RemoteProtocolError, Stage
+from kvflow.gate.sizes import LONG_BYTES, MAX_REQUEST_BYTES, Unread
 from kvflow.geometry.layout import KVLayout
-from kvflow.wire import codec
-from kvflow.wire.codec import HEADER, LONG_BYTES, Reader, Unread, decode, decode_frames, encode
+from kvflow.wire.codec import HEADER, Reader, decode, decode_frames, encode
 from kvflow.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -423,7 +423,7 @@ def test_texts_numbers_and_collections_have_bounds(
 
 
 def test_a_hello_or_record_of_many_bytes_is_refused_before_it_is_read() -> None:
-    assert "too long" in str(refused(raw(fields(REGISTER) | {"colour": bytes(codec.MAX_REQUEST_BYTES)})))
+    assert "too long" in str(refused(raw(fields(REGISTER) | {"colour": bytes(MAX_REQUEST_BYTES)})))
 
 
 def test_long_reasons_are_cut() -> None:

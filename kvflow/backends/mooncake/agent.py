@@ -13,10 +13,10 @@ from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.mooncake.library import Protocol
 from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.errors import BackendError
+from kvflow.gate.rates import RateLimiter
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
-from kvflow.rate_limiter import RateLimiter
 
 __all__ = ["Agent"]
 

@@ -11,7 +11,7 @@ import anyio
 
 from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 
 __all__ = ["ContactThreads"]
 

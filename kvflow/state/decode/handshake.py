@@ -26,7 +26,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.gate import host_denial
+from kvflow.gate.identity import host_denial
 from kvflow.state.decode.deadlines import (
     DeclineUnanswered,
     DecodeTimer,

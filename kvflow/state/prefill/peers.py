@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute

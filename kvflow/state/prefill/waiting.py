@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from kvflow.bounds import Bounds
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
 from kvflow.state.prefill.deadlines import PrefillTimer, RoomUnopened

@@ -5,7 +5,7 @@ import pytest
 from kvflow.config import DecodeConfig
 from kvflow.control.curve import new_keys
 from kvflow.errors import ConfigError
-from kvflow.gate import host_denial, ticket_denial
+from kvflow.gate.identity import host_denial, ticket_denial
 from kvflow.trust import Trust
 from kvflow.wire.messages import PeerId, RankId
 from kvflow.wire.ticket import Ticket

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow import gate
 from kvflow.bounds import Bounds
 from kvflow.errors import RemoteProtocolError
-from kvflow.gate import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, AdmittedGrant, GrantGate, GrantId
+from kvflow.gate.grants import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, PARTS_OF_SILENT, AdmittedGrant, GrantGate, GrantId
 from kvflow.room import RoomId
 from kvflow.wire import messages
 from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
@@ -235,7 +234,7 @@ def test_decode_ranks_that_do_not_answer_leave_the_turns_to_others() -> None:
         now += OVERDUE_S
     for decode in silent:
         decode.say(one, 1, 9 * PART, now)
-    assert num_parts(ask(one, *silent, now=now)) == gate.PARTS_OF_SILENT
+    assert num_parts(ask(one, *silent, now=now)) == PARTS_OF_SILENT
     honest.say(one, 1, 2 * PARTS_OF_ONE * PART, now)
     assert num_parts(ask(one, *silent, honest, now=now)) > 1
     (again, query), *_ = ask(one, *silent, honest, now=now + OVERDUE_S)

@@ -17,16 +17,14 @@ import msgspec
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId, as_room
 from kvflow.trust import SECRET_BYTES, matches_instance
+from kvflow.wire.messages import MAX_CAPABILITY
 
-__all__ = ["MAX_CAPABILITY", "denial", "sign"]
+__all__ = ["denial", "sign"]
 
 FORMAT: Final = 1
 MAC_BYTES: Final = 32
 CLOCK_SKEW_S: Final = 5.0
 """How far the verifier's clock may be ahead of the signer's."""
-
-MAX_CAPABILITY: Final = 4_096
-"""Maximum length of a capability, in characters."""
 
 
 class _CapabilityFields(NamedTuple):

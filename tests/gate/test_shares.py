@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 
 
 def test_one_alone_gets_half_and_leaves_the_rest_to_others() -> None:

@@ -1,6 +1,6 @@
-"""Admits untrusted input: one place that decides what is accepted, what waits, and what no honest peer sends. Pure.
+"""Collects the page tables of large grants, and decides which are asked for now. Pure.
 
-`GrantGate` collects the page tables of large grants. A decode rank sends a Grant with the number of its pages; the gate
+A decode rank sends a Grant with the number of its pages; the gate
 asks for them in parts (PagesQuery) when there is memory for all of them and few others are on their way. So any number
 of grants may be sent at once: those that do not fit now wait, and nothing is lost or refused. A part that the gate has
 not asked for is a violation.
@@ -9,25 +9,21 @@ There are no timers. A decode rank repeats a Grant until it is answered; the gat
 What belongs to a decode rank that has left is forgotten with it, and the rest by the deadline of the grant.
 """
 
-import ipaddress
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvflow.addresses import split_address
 from kvflow.bounds import Bounds
 from kvflow.errors import RemoteProtocolError
-from kvflow.fair_shares import FairShares
+from kvflow.gate.shares import FairShares
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.room import RoomId
-from kvflow.trust import Trust
 from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
-from kvflow.wire.ticket import Ticket
 
-__all__ = ["AdmittedGrant", "GrantGate", "GrantId", "host_denial", "ticket_denial"]
+__all__ = ["AdmittedGrant", "GrantGate", "GrantId"]
 
 PARTS_OF_ONE: Final = 8
 """Maximum number of parts of one decode rank that are on their way, each of up to 256 KiB."""
@@ -370,44 +366,3 @@ class GrantGate:
 
 def _not_asked_for(part: GrantedPages) -> RemoteProtocolError:
     return RemoteProtocolError("part of a page table was not asked for", room=part.room, part=part.part)
-
-
-def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:
-    """Return why a ticket that came with a request must be rejected; empty if it is admitted.
-
-    Args:
-        ticket: The ticket; not trusted.
-        trust: This rank's keys.
-        must_be_signed: Whether an unsigned ticket is rejected. A wrong signature always is, if it can be checked.
-    """
-    if not trust.ticket_keys:
-        return "this rank has no ticket key to check signatures with" if must_be_signed else ""
-    if not ticket.signature:
-        return "it is not signed" if must_be_signed else ""
-    return "" if ticket.is_signed_by(trust.ticket_keys) else "its signature is not by a ticket key of this rank"
-
-
-def host_denial(address: str, allowed: Sequence[str]) -> str:
-    """Return why a rank must not connect to an address that it was told; empty if it may.
-
-    Args:
-        address: "tcp://host:port", from a peer, a directory or a request.
-        allowed: The setting `allowed_hosts`; empty for any host.
-
-    Raises:
-        ConfigError: The address is malformed.
-    """
-    host, _ = split_address("address", address)
-    if not allowed or any(_matches(rule, host.lower()) for rule in allowed):
-        return ""
-    return f"{host} is not in `allowed_hosts`"
-
-
-def _matches(rule: str, host: str) -> bool:
-    """Return whether a host is in a network, or has a name; a rule "*.NAME" matches any name that ends in it."""
-    if rule.startswith("*."):
-        return host.endswith(rule[1:].lower())
-    try:
-        return ipaddress.ip_address(host) in ipaddress.ip_network(rule)
-    except ValueError:
-        return host == rule.lower()

@@ -1,0 +1,98 @@
+"""Who may say what: keys, capabilities, signed tickets, and the names that peers, routers and directories give. Pure.
+
+Each decision returns why something is denied, or an empty text.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+
+from kvflow.addresses import split_address
+from kvflow.gate.capability import denial
+from kvflow.trust import Trust, speaks_for
+from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
+from kvflow.wire.ticket import Ticket
+
+__all__ = ["host_denial", "message_denial", "name_denial", "ticket_denial"]
+
+
+def message_denial(
+    message: AnyMessage,
+    names: tuple[str, ...],
+    sender: PeerId | None,
+    prefill: str,
+    capability_keys: Sequence[bytes],
+    unix_time: float,
+) -> str:
+    """Return why a message to a prefill rank must be rejected; empty if it is allowed.
+
+    Peers that may act for different instances have different connections, so the core itself keeps them apart. A Hello
+    needs a key that is listed for its instance, and what asks for a room may need a capability for it.
+
+    Args:
+        message: The message.
+        names: The instances that its sender may act for.
+        sender: The peer that has sent a Hello over the connection; None if there is none.
+        prefill: Instance of the rank that has received the message.
+        capability_keys: Keys of valid capabilities; empty if none are needed.
+        unix_time: Unix time in seconds.
+    """
+    if isinstance(message, Hello):
+        return name_denial(names, message.peer)
+    if not isinstance(message, (Grant, Announce, Decline)):
+        return ""
+    if sender is None and isinstance(message, Decline) and message.peer is not None:
+        if denied := name_denial(names, message.peer):
+            return denied
+        sender = message.peer
+    if sender is None or not capability_keys:
+        return ""
+    decode = sender.rank.instance
+    return denial(capability_keys, message.capability, message.room, prefill=prefill, decode=decode, now=unix_time)
+
+
+def name_denial(names: tuple[str, ...], peer: PeerId) -> str:
+    """Return why a sender must not act for a rank, given the instances that it may act for; empty if it may."""
+    if speaks_for(names, peer.rank.instance):
+        return ""
+    return f"its key is listed for {', '.join(names) or 'nobody'}, not for {peer.rank.instance}"
+
+
+def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:
+    """Return why a ticket that came with a request must be rejected; empty if it is admitted.
+
+    Args:
+        ticket: The ticket; not trusted.
+        trust: This rank's keys.
+        must_be_signed: Whether an unsigned ticket is rejected. A wrong signature always is, if it can be checked.
+    """
+    if not trust.ticket_keys:
+        return "this rank has no ticket key to check signatures with" if must_be_signed else ""
+    if not ticket.signature:
+        return "it is not signed" if must_be_signed else ""
+    return "" if ticket.is_signed_by(trust.ticket_keys) else "its signature is not by a ticket key of this rank"
+
+
+def host_denial(address: str, allowed: Sequence[str]) -> str:
+    """Return why a rank must not connect to an address that it was told; empty if it may.
+
+    Args:
+        address: "tcp://host:port", from a peer, a directory or a request.
+        allowed: The setting `allowed_hosts`; empty for any host.
+
+    Raises:
+        ConfigError: The address is malformed.
+    """
+    host, _ = split_address("address", address)
+    if not allowed or any(_matches(rule, host.lower()) for rule in allowed):
+        return ""
+    return f"{host} is not in `allowed_hosts`"
+
+
+def _matches(rule: str, host: str) -> bool:
+    """Return whether a host is in a network, or has a name; a rule "*.NAME" matches any name that ends in it."""
+    if rule.startswith("*."):
+        return host.endswith(rule[1:].lower())
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(rule)
+    except ValueError:
+        return host == rule.lower()
