@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Final
+from unittest import mock
 
 import anyio
 import numpy as np
@@ -14,7 +15,7 @@ from benchmarks.processes import ChildProcess
 from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.cli.tasks import open_tasks
-from kvflow.gate.rates import RateLimiter
+from kvflow.gate import rates
 from kvflow.geometry import KVLayout
 from kvflow.stages.context import agent_name
 
@@ -97,7 +98,8 @@ async def use_peers(n: int) -> AsyncGenerator[Act]:
     names = [agent_name(name_of(number)) for number in range(n)]
     ENDPOINTS.update(dict.fromkeys(names, target))
     async with kvflow.PrefillRank(config, layout, ControlNotices()) as rank, AsyncExitStack() as stack:
-        rank._authorizer._hellos = RateLimiter[str](n, n)  # at 256 a second, heartbeats would cost more than Hellos
+        budget = rates.Budget(n, n)  # at 256 a second, heartbeats would cost more than Hellos
+        stack.enter_context(mock.patch.object(rates, "HELLOS", budget))
         deployment = _Deployment(rank, n)
         await deployment.start(stack, layout, PeerMetadata("memory", b"", RegisteredMemory.from_layout(layout)))
         yield deployment.act

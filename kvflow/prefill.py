@@ -14,10 +14,12 @@ from kvflow.bounds import Bounds
 from kvflow.checks import check_argument
 from kvflow.config import PrefillConfig
 from kvflow.control.reading import OrderedReading
-from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError, RemoteProtocolError, Stage, Unreachable
+from kvflow.gate.identity import AUTHORIZED, message_denial, name_denial
+from kvflow.gate.rates import ListenerGate
 from kvflow.gate.sizes import Unread
+from kvflow.gate.verdict import ACCEPTED
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
@@ -29,7 +31,6 @@ from kvflow.ports import Ports
 from kvflow.rank import Rank
 from kvflow.room import RoomId
 from kvflow.stages.agents import PeerAgents
-from kvflow.stages.authorization import Authorizer
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits, finish_chunk, make_chunk
 from kvflow.stages.grants import GrantCollector, RankMessage
@@ -54,7 +55,6 @@ from kvflow.wire.messages import (
     Message,
     RankRecord,
     Refuse,
-    SealedRegister,
 )
 from kvflow.wire.ticket import Ticket
 
@@ -205,9 +205,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self.line = CapacityLine(self._core.rooms.has_capacity, self._core.rooms.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
-        self._rejections = RejectionLimiter(self._listener.names_of, self._ports.now)
-        self._authorizer = Authorizer(self._context, self._trust, self._listener.names_of, self._core.peers.claimant)
-        principal_of = self._authorizer.principal_of
+        self._gate = ListenerGate(self._listener.names_of)
+        principal_of = self._gate.principal_of
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
         self._reading = OrderedReading(
             REQUESTS, self._context, principal_of, self._handle_request, self._reject, self._postpone
@@ -227,7 +226,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         if self._registry is not None:
             self._registry.publish(record)
         else:
-            self._directory = DirectoryService(self._listener, self._ports.now, self._anomalies, record)
+            self._directory = DirectoryService(self._listener, self._gate, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
 
     @override
@@ -273,11 +272,10 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
     def _apply_trust(self, trust: Trust) -> None:
         is_same = trust.keeps(self._trust)
         self._listener.renew(trust)
-        self._authorizer.trust = trust
         if self._registry is not None:
             self._registry.renew(self._registry_keys(trust))
         for connection, peer in self._core.peers.connections().items():
-            if not self._authorizer.may_speak(connection, peer):
+            if name_denial(self._listener.names_of(connection), peer):
                 self.dispatch(ev.PeerRevoked(peer))
             elif not is_same:  # all peers with a valid key reconnect, within their lease
                 self.dispatch(ev.ReplyLost(connection))
@@ -302,36 +300,43 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         except RemoteProtocolError as error:
             self._reject(connection, error, sum(map(len, frames)))
             return
-        is_too_much = self._authorizer.is_too_much(connection, unread)
-        if not is_too_much and not (unread.kind in DIRECTORY_KINDS and self._is_dropped(connection, unread)):
+        is_known = self._core.peers.claimant(connection) is not None
+        verdict = self._gate.admit(connection, unread, self._ports.now(), is_known=is_known)
+        if verdict is not ACCEPTED:
+            self._anomalies.carry_out(verdict)
+        elif unread.kind in DIRECTORY_KINDS and self._directory is None:
+            self._refuse_to_answer(connection, unread)
+        else:
             self._reading.parse_message(connection, unread)
-        elif unread.is_long or (is_too_much and unread.kind is not Hello):  # it was received and decrypted
-            if unread.kind in (Hello, SealedRegister):
-                self._postpone(connection, unread)
-            else:
-                self._rejections.add(connection, len(unread.data))
 
-    def _is_dropped(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether to drop a message for the registry unread: the sender is over budget, or none is here."""
-        if self._directory is not None:
-            return self._directory.is_too_much(connection, unread)
+    def _refuse_to_answer(self, connection: bytes, unread: Unread) -> None:
+        """Drop a message for a registry, because none is here.
+
+        Raises:
+            RemoteProtocolError: As in `_reject`.
+        """
         detail = f"{self.me.rank} does not answer for its instance: it has a registry"
         self._send(connection, Refuse(peer=self.me, to=None, detail=detail))
         self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
-        return True
+        if unread.is_long:
+            self._postpone(connection, unread)
 
     def _handle_request(self, connection: bytes, message: Request, num_bytes: int) -> None:
         if isinstance(message, DirectoryMessage):
             self._take_for_directory(connection, message, num_bytes)
             return
-        denied = self._authorizer.denial(connection, message)
+        denied = ""
+        if isinstance(message, AUTHORIZED):
+            names, sender = self._listener.names_of(connection), self._core.peers.claimant(connection)
+            keys, unix_time = self._trust.capability_keys, self._ports.unix_time()
+            denied = message_denial(message, names, sender, self.me.rank.instance, keys, unix_time)
         try:
             if not denied and self._grants.collect_message(connection, message):
                 return
         except RemoteProtocolError as error:
             self._reject(connection, error, num_bytes)
             return
-        principal = self._authorizer.principal_of(connection) if isinstance(message, Hello) else ""
+        principal = self._gate.principal_of(connection) if isinstance(message, Hello) else ""
         self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> Sequence[ef.PrefillEffect]:
@@ -346,8 +351,8 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         try:
             self._directory.handle_message(connection, message)
         except RemoteProtocolError as error:
-            self._anomalies.count("registration_rejected", detail=str(error))
-            self._rejections.add(connection, num_bytes)
+            verdict = self._gate.reject("registration_rejected", connection, num_bytes, self._ports.now())
+            self._anomalies.carry_out(verdict, detail=str(error))
 
     def _reject(self, connection: bytes, error: RemoteProtocolError, num_bytes: int) -> None:
         """Count a message that is malformed or dropped.
@@ -355,10 +360,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         Raises:
             RemoteProtocolError: The sender's limit is exceeded, and its connection must be closed.
         """
-        self._anomalies.count(
-            "message_rejected", self._core.peers.claimant(connection), stage=Stage.BOOTSTRAP.value, detail=str(error)
-        )
-        self._rejections.add(connection, num_bytes)
+        verdict = self._gate.reject("message_rejected", connection, num_bytes, self._ports.now())
+        peer, stage = self._core.peers.claimant(connection), Stage.BOOTSTRAP.value
+        self._anomalies.carry_out(verdict, peer, stage=stage, detail=str(error))
 
     def _postpone(self, connection: bytes, unread: Unread) -> None:
         """Count a message over a budget that honest peers repeat, for its connection only.
@@ -366,7 +370,9 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         Raises:
             RemoteProtocolError: It is far more than an honest peer repeats, and the connection must be closed.
         """
-        self._rejections.add(connection, len(unread.data), is_repeated=True)
+        self._anomalies.carry_out(
+            self._gate.reject("", connection, len(unread.data), self._ports.now(), is_repeated=True)
+        )
 
     def _send(self, connection: bytes, message: Message) -> None:
         """Send a message. If that fails, the message is lost: it is retransmitted if it matters, or the lease ends."""

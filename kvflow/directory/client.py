@@ -7,7 +7,7 @@ from typing import Final
 
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, Unreachable
-from kvflow.gate.rates import RateLimiter
+from kvflow.gate.rates import RECORDS_BYTES, Budgets
 from kvflow.gate.sizes import Unread
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnObstacle, ignore_obstacle
@@ -37,11 +37,6 @@ CONNECTED: Final = "it is connected, but does not answer"
 
 LOOKUP_S: Final = 0.8
 """How long the registry may wait for an instance to be complete before it answers with the ranks known."""
-
-RECORDS_AT_ONCE_BYTES: Final = 32 * 2**20
-RECORDS_PER_S_BYTES: Final = 2**20
-"""Limits for long answers per registry: a megabyte of layouts takes 0.2 s to parse. Lookups whose answers are dropped
-are repeated."""
 
 Answer = Registered | RegistrationConflict | Refuse
 ANSWERS: Final[Reader[Answer | Records]] = Reader(Answer)
@@ -91,7 +86,7 @@ class RegistryClient:
         self._reading = OrderedReading(
             self._reader, context, lambda _: "", self._handle_answer, self._reject, self._postpone
         )
-        self._long_answers = RateLimiter[None](RECORDS_AT_ONCE_BYTES, RECORDS_PER_S_BYTES)
+        self._budgets = Budgets()
         self._connection = context.ports.control.connect(
             endpoint,
             self._on_message,
@@ -168,7 +163,8 @@ class RegistryClient:
         except RemoteProtocolError as error:
             self._count("message_rejected", str(error))
             return
-        if unread.is_long and not self._long_answers.spend(None, self._context.ports.now(), len(unread.data)):
+        now = self._context.ports.now()
+        if unread.is_long and not self._budgets.spend(RECORDS_BYTES, "", now, len(unread.data)):
             self._postpone(b"", unread)
             return
         self._reading.parse_message(b"", unread)

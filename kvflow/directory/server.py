@@ -8,9 +8,10 @@ import anyio.lowlevel
 
 from kvflow.addresses import check_bind, check_needs_trust
 from kvflow.checks import check_type
-from kvflow.control.rejections import RejectionLimiter
 from kvflow.directory.service import DirectoryMessage, DirectoryService
 from kvflow.errors import LocalProtocolError, RemoteProtocolError
+from kvflow.gate.rates import ListenerGate
+from kvflow.gate.verdict import ACCEPTED
 from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
@@ -86,8 +87,8 @@ class Registry:
         listener = self._listener = self._ports.control.listen(
             self._bind, self._advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
-        self._rejections = RejectionLimiter(listener.names_of, self._ports.now)
-        self._directory = DirectoryService(listener, self._ports.now, self._anomalies)
+        self._gate = ListenerGate(listener.names_of)
+        self._directory = DirectoryService(listener, self._gate, self._ports.now, self._anomalies)
         self.endpoint = self._listener.endpoint
         self._log.info("registry_opened", endpoint=self.endpoint)
         if self._warns:
@@ -138,14 +139,13 @@ class Registry:
         self._anomalies.count(kind, detail=detail)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
+        now, detail = self._ports.now(), None
         try:
             unread = REQUESTS.identify_message(frames)
-            is_too_much = self._directory.is_too_much(connection, unread)
-            if not is_too_much:
+            verdict = self._gate.admit(connection, unread, now, is_known=True)
+            if verdict is ACCEPTED:
                 self._directory.handle_message(connection, REQUESTS.read(unread))
         except RemoteProtocolError as error:
-            self._anomalies.count("message_rejected", detail=str(error))
-            self._rejections.add(connection, sum(map(len, frames)))
-            return
-        if is_too_much and unread.is_long:  # it has cost time to receive and decrypt
-            self._rejections.add(connection, len(unread.data), is_repeated=True)
+            verdict = self._gate.reject("message_rejected", connection, sum(map(len, frames)), now)
+            detail = str(error)
+        self._anomalies.carry_out(verdict, detail=detail)

@@ -10,8 +10,8 @@ from msgspec import structs
 from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import MAX_BYTES, MAX_RANKS, Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
-from kvflow.gate.rates import RateLimiter
-from kvflow.gate.sizes import MAX_RECORDS_BYTES, Unread
+from kvflow.gate.rates import ListenerGate
+from kvflow.gate.sizes import MAX_RECORDS_BYTES
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener
 from kvflow.trust import principal_of, speaks_for
@@ -35,16 +35,6 @@ __all__ = ["DIRECTORY_KINDS", "DirectoryMessage", "DirectoryService", "seal"]
 REGISTRY: Final = PeerId(RankId("registry", 0), 0)
 """The sender of Refuse messages from a registry, which is not a rank."""
 
-REGISTERS_AT_ONCE_BYTES: Final = 64 * 2**20
-REGISTERS_PER_S_BYTES: Final = 8 * 2**20
-"""Limits for Register messages per principal; without keys, per connection. Layouts are not parsed here, so this rate
-takes a few hundredths of the time. It is enough to renew 400 ranks with records of 60 KB."""
-
-ANSWERS_AT_ONCE_BYTES: Final = 256 * 2**20
-ANSWERS_PER_S_BYTES: Final = 64 * 2**20
-"""Limits for sent records per principal, as above: a Lookup is short, but its answer may have 8 MiB. Ranks repeat
-unanswered lookups."""
-
 DirectoryMessage = SealedRegister | Unregister | Lookup
 """Messages to a directory."""
 
@@ -59,6 +49,7 @@ class DirectoryService:
 
     Args:
         listener: Listener of the host.
+        gate: Gate of the listener.
         now: Returns monotonic time in seconds.
         anomalies: Counts rejected messages.
         own: Record of the hosting rank; None for a registry.
@@ -70,30 +61,21 @@ class DirectoryService:
     def __init__(
         self,
         listener: Listener,
+        gate: ListenerGate,
         now: Callable[[], float],
         anomalies: AnomalyLog,
         own: RankRecord | None = None,
     ) -> None:
         self._listener = listener
+        self._gate = gate
         self._now = now
         self._anomalies = anomalies
         self._own = None if own is None else seal(own)
-        self._registers = RateLimiter[str | bytes](REGISTERS_AT_ONCE_BYTES, REGISTERS_PER_S_BYTES)
-        self._answers = RateLimiter[str | bytes](ANSWERS_AT_ONCE_BYTES, ANSWERS_PER_S_BYTES)
         self.table = RegistryTable()
         if self._own is not None:
             self.table.hold(self._own)
             self.table.changes.clear()
         self._alarm = Alarm(self.table.timers.next, self._expire, now)
-
-    def is_too_much(self, connection: bytes, unread: Unread) -> bool:
-        """Return whether a message exceeds its sender's budget, in which case it is counted and must be ignored."""
-        if unread.kind is not SealedRegister:
-            return False
-        if self._registers.spend(self._taker(connection), self._now(), len(unread.data)):
-            return False
-        self._anomalies.postpone("register_over_budget")
-        return True
 
     def handle_message(self, connection: bytes, message: DirectoryMessage) -> None:
         """Handle a message.
@@ -183,9 +165,6 @@ class DirectoryService:
         self._anomalies.log(logging.WARNING, "registry_full", {"peer": str(peer), "detail": detail})
         self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
 
-    def _taker(self, connection: bytes) -> str | bytes:
-        return principal_of(self._listener.names_of(connection)) or connection
-
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))
         self._log_changes("lease expired")
@@ -209,8 +188,11 @@ class DirectoryService:
     def _send(self, answer: Answer) -> bool:
         """Send an answer; return whether it was queued."""
         message: Message = answer.message
-        if isinstance(message, SealedRecords) and not self._may_be_told(answer.connection, message):
-            return False
+        if isinstance(message, SealedRecords):
+            num_bytes = sum(record.num_bytes for record in message.records)
+            verdict = self._gate.may_tell(answer.connection, num_bytes, self._now())
+            if not self._anomalies.carry_out(verdict, prefill=str(message.instance)):
+                return False
         data = encode(message)
         if isinstance(message, SealedRecords) and len(data) > MAX_RECORDS_BYTES:
             self._anomalies.count("answer_too_long", prefill=str(message.instance), num_bytes=len(data))
@@ -230,14 +212,6 @@ class DirectoryService:
         if answer.then is not None:
             self._send(answer.then)
         return True
-
-    def _may_be_told(self, connection: bytes, answer: SealedRecords) -> bool:
-        """Return whether the receiver's budget permits these records; count the lookup if not."""
-        num_bytes = sum(record.num_bytes for record in answer.records)
-        if self._answers.spend(self._taker(connection), self._now(), num_bytes):
-            return True
-        self._anomalies.postpone("lookup_over_budget", prefill=str(answer.instance))
-        return False
 
 
 def seal(record: RankRecord) -> SealedRecord:

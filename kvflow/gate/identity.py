@@ -5,18 +5,22 @@ Each decision returns why something is denied, or an empty text.
 
 import ipaddress
 from collections.abc import Sequence
+from typing import Final
 
 from kvflow.addresses import split_address
 from kvflow.gate.capability import denial
 from kvflow.trust import Trust, speaks_for
-from kvflow.wire.messages import Announce, AnyMessage, Decline, Grant, Hello, PeerId
+from kvflow.wire.messages import Announce, Decline, Grant, Hello, PeerId
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["host_denial", "message_denial", "name_denial", "ticket_denial"]
+__all__ = ["AUTHORIZED", "host_denial", "message_denial", "name_denial", "ticket_denial"]
+
+AUTHORIZED: Final = (Hello, Grant, Announce, Decline)
+"""Kinds of messages to a prefill rank that need a key or a capability."""
 
 
 def message_denial(
-    message: AnyMessage,
+    message: Hello | Grant | Announce | Decline,
     names: tuple[str, ...],
     sender: PeerId | None,
     prefill: str,
@@ -38,8 +42,6 @@ def message_denial(
     """
     if isinstance(message, Hello):
         return name_denial(names, message.peer)
-    if not isinstance(message, (Grant, Announce, Decline)):
-        return ""
     if sender is None and isinstance(message, Decline) and message.peer is not None:
         if denied := name_denial(names, message.peer):
             return denied

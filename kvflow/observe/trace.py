@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvflow.errors import shorten
+from kvflow.errors import RemoteProtocolError, shorten
+from kvflow.gate.verdict import Action, Verdict
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
@@ -182,6 +183,18 @@ class AnomalyLog:
     def postpone(self, kind: str, peer: PeerId | None = None, **values: object) -> None:
         """Count a message that is over a budget and that its sender repeats; log it as `count` does, but at INFO."""
         self._count(self.postponed, logging.INFO, kind, peer, values)
+
+    def carry_out(self, verdict: Verdict, peer: PeerId | None = None, **values: object) -> bool:
+        """Count a message as the gate has judged it; return whether it is accepted.
+
+        Raises:
+            RemoteProtocolError: Its connection must be closed.
+        """
+        if verdict.kind:
+            (self.postpone if verdict.action is Action.POSTPONE else self.count)(verdict.kind, peer, **values)
+        if verdict.cut:
+            raise RemoteProtocolError(verdict.cut)
+        return verdict.action is Action.ACCEPT
 
     def _count(
         self, counts: dict[str, int], level: int, kind: str, peer: PeerId | None, values: Mapping[str, object]

@@ -12,12 +12,12 @@ import pytest
 
 import kvflow
 from kvflow.bounds import Bounds
-from kvflow.control.rejections import REJECTIONS_AT_ONCE
-from kvflow.directory import service, table
+from kvflow.directory import table
 from kvflow.errors import FailureReason
+from kvflow.gate import rates
+from kvflow.gate.rates import HELLOS, REJECTIONS, Budget
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
 from kvflow.geometry.layout import Region
-from kvflow.stages.authorization import HELLOS_AT_ONCE
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import HEADER, encode
 from kvflow.wire.messages import AnyMessage, Failed, Lookup, RankRecord, Records, Register, Unregister, Welcome
@@ -81,14 +81,14 @@ async def test_an_insider_who_says_hello_without_end_starves_only_itself(backend
     async with guarded("other", backend=backend) as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
-            for number in range(3 * HELLOS_AT_ONCE):
+            for number in range(3 * HELLOS.at_once):
                 with suppress(kvflow.Unreachable):
                     attacker.say(hello_to(deployment, number))
                 if number % 64 == 0:
                     await anyio.lowlevel.checkpoint()
             await until(lambda: prefill.statistics().postponed.get("hello_over_budget"))
             await honest.go_on()
-            assert prefill.statistics().peers < 2 * HELLOS_AT_ONCE
+            assert prefill.statistics().peers < 2 * HELLOS.at_once
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,7 +159,7 @@ async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
 
 
 def say_often(attacker: Attacker, message: bytes) -> None:
-    for _ in range(2 * REJECTIONS_AT_ONCE):
+    for _ in range(2 * REJECTIONS.at_once):
         attacker.connection.send(message)
 
 
@@ -204,8 +204,7 @@ async def test_an_insider_whose_messages_the_registry_refuses_is_cut_off() -> No
 
 async def test_long_registers_over_budget_cost_only_their_own_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of a principal repeat them when a registry has restarted."""
-    monkeypatch.setattr(service, "REGISTERS_AT_ONCE_BYTES", 2**14)
-    monkeypatch.setattr(service, "REGISTERS_PER_S_BYTES", 1)
+    monkeypatch.setattr(rates, "REGISTER_BYTES", Budget(2**14, 1))
     large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=2_000), 0).layout
     async with guarded("other") as deployment:
         registry, keys = deployment.registry, deployment.keys["other"].for_registry()

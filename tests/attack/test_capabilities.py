@@ -113,7 +113,7 @@ async def test_an_announced_room_needs_one_from_the_beginning_and_none_later() -
             decode.announce(2, prefill="prefill", capability=capability(2)) as receiver,
         ):
             await until(lambda: prefill.statistics().announced)
-            prefill._authorizer.trust = replace(prefill._authorizer.trust, capability_keys=(OTHER_KEY,))
+            prefill._trust = replace(prefill._trust, capability_keys=(OTHER_KEY,))
             tasks.start_soon(request.send)
             receiver.grant(tokens=(0, 12), pages=request.dst_pages(0, (0, 12)))
             await receiver.done()

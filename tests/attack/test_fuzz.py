@@ -14,9 +14,10 @@ import anyio.lowlevel
 import pytest
 import zmq
 
-from kvflow.control import rejections
 from kvflow.control.curve import be_client
 from kvflow.control.sockets import NOBLOCK, POLLIN, Context, ZmqSocket
+from kvflow.gate import rates
+from kvflow.gate.rates import Budget
 from kvflow.trust import ClientKeys
 from tests.attack.fuzz import Fuzz, corpus_of
 from tests.attack.guarded import Guarded, guarded, works
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60 + NUM_MESSAGES // 100)]
 @pytest.fixture(autouse=True)
 def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the limit of refused messages, which would close the connections of the fuzzer."""
-    monkeypatch.setattr(rejections, "REJECTIONS_AT_ONCE", 2 * NUM_MESSAGES)
+    monkeypatch.setattr(rates, "REJECTIONS", Budget(2 * NUM_MESSAGES, 64))
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -10,7 +11,6 @@ import kvflow
 from kvflow.errors import FailureReason, TransferFailed
 from kvflow.trust import PRINCIPAL_DIGITS, ClientKeys
 from kvflow.wire.messages import (
-    AnyMessage,
     Cancel,
     Failure,
     Grant,
@@ -34,14 +34,14 @@ def hellos_of(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> list[t
     """Return a list that collects the Hellos of decode ranks with their connections."""
     sniffed: list[tuple[bytes, Hello]] = []
     rank = deployment.prefill[0]
-    real = rank._authorizer.denial
+    real = rank._handle_request
 
-    def denial(connection: bytes, message: AnyMessage) -> str:
+    def handle_request(connection: bytes, message: Any, num_bytes: int) -> None:
         if isinstance(message, Hello):
             sniffed.append((connection, message))
-        return real(connection, message)
+        real(connection, message, num_bytes)
 
-    monkeypatch.setattr(rank._authorizer, "denial", denial)
+    monkeypatch.setattr(rank._reading, "_on_message", handle_request)
     return sniffed
 
 

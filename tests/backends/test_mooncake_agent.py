@@ -10,7 +10,7 @@ from typing_extensions import override
 from kvflow.backends.base import BackendEvent, PostEnded
 from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.mooncake.address import IncarnationCell
-from kvflow.backends.mooncake.agent import REPLACEMENTS_AT_ONCE, Agent
+from kvflow.backends.mooncake.agent import REPLACEMENTS, Agent
 from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.errors import BackendError
 from kvflow.geometry.plan import Descriptors
@@ -222,7 +222,7 @@ async def test_one_principal_cannot_have_engines_replaced_again_and_again() -> N
     """Each that is closed stops the process for a second."""
     bench = Bench(max_senders=2)
     worn_out: WritingEngine | None = None
-    for _ in range(1 + REPLACEMENTS_AT_ONCE):
+    for _ in range(1 + REPLACEMENTS.at_once):
         worn_out = bench.agent.borrow_sender("one", worn_out)
         bench.agent.give_back(worn_out)
     with pytest.raises(BackendError, match="replaced recently"):

@@ -13,6 +13,7 @@ import pytest
 from kvflow.control import dialer
 from kvflow.directory import Directories, Registry, RegistryClient, client, service, table
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
+from kvflow.gate.rates import ListenerGate
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.trust import Trust
@@ -440,7 +441,7 @@ async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeyp
     listener: Any = SimpleNamespace(
         send=lambda _, data: sent.append(data), names_of=lambda _: ("prefill",), host_of=lambda _: ""
     )
-    directory = service.DirectoryService(listener, lambda: 0.0, anomalies)
+    directory = service.DirectoryService(listener, ListenerGate(listener.names_of), lambda: 0.0, anomalies)
     directory.handle_message(b"a", SealedRegister(record=sealed(num_ranks=2), lease_s=60.0))
     second = sealed(engine_rank=1, num_ranks=2)
     with printed() as lines:

@@ -11,7 +11,8 @@ import kvflow
 from kvflow.control import reading
 from kvflow.directory import table
 from kvflow.directory.server import RegistryStatistics
-from kvflow.stages import authorization
+from kvflow.gate import rates
+from kvflow.gate.rates import Budget
 from tests.support.instances import anomalies_of, decode_config, prefill_config
 from tests.support.pools import PagedShape, Pool
 from tests.support.waiting import until
@@ -23,8 +24,8 @@ NUM_RANKS = 4
 LONG_HELLO = Pool(PagedShape(NUM_RANKS, 4, (0, 1), 8, num_layers=400), 0)
 """Its regions make a Hello of more than `LONG_BYTES`, which is parsed in a thread."""
 
-BUDGETS: dict[str, list[tuple[ModuleType, str, int]]] = {
-    "hello_over_budget": [(authorization, "HELLOS_AT_ONCE", 1), (authorization, "HELLOS_PER_S", 1)],
+BUDGETS: dict[str, list[tuple[ModuleType, str, object]]] = {
+    "hello_over_budget": [(rates, "HELLOS", Budget(1, 1))],
     "lookup_over_share": [(table, "MAX_WAITING", 2)],
     "message_over_budget": [(reading, "MAX_WAITING_BYTES", 100_000)],
 }

@@ -13,7 +13,7 @@ from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.mooncake.library import Protocol
 from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.errors import BackendError
-from kvflow.gate.rates import RateLimiter
+from kvflow.gate.rates import Budget, Budgets
 from kvflow.geometry.layout import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
@@ -26,9 +26,8 @@ MAX_REPLACED: Final = 7
 MAX_DEPARTED: Final = 32
 """Peers that have departed from an engine before it is replaced; until then, each costs four open file descriptors."""
 
-REPLACEMENTS_AT_ONCE: Final = 8
-REPLACEMENTS_PER_S: Final = 1 / 15
-"""Limits on replacing engines, per principal: destroying one holds the GIL for a second."""
+REPLACEMENTS: Final = Budget(8, 1 / 15)
+"""Engines replaced because of a principal: destroying one holds the GIL for a second."""
 
 CLOSE_POLL_S: Final = 1e-3
 
@@ -78,7 +77,7 @@ class Agent:
         self._connections: dict[str, PeerConnection] = {}
         self._former: list[PeerConnection] = []
         self._departed: list[PeerConnection] = []
-        self._replacements = RateLimiter[str](REPLACEMENTS_AT_ONCE, REPLACEMENTS_PER_S)
+        self._budgets = Budgets()
         self._cell = cell = IncarnationCell()
         self._engines: list[WritingEngine] = []
         self._silence_at = 0.0
@@ -151,7 +150,7 @@ class Agent:
         engine = self._senders.get(principal) or self._choose_sender()
         if engine is worn_out or engine.num_departed >= MAX_DEPARTED:
             num_replaced = sum(one.is_worn_out and one.is_used for one in self._engines)
-            if num_replaced < MAX_REPLACED and self._replacements.spend(principal, time.monotonic()):
+            if num_replaced < MAX_REPLACED and self._budgets.spend(REPLACEMENTS, principal, time.monotonic()):
                 engine = self._replace(engine)
             elif engine is worn_out:
                 raise BackendError(

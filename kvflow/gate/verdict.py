@@ -1,0 +1,49 @@
+"""What becomes of a message: the words in which every part of the gate decides. Pure."""
+
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+__all__ = ["ACCEPTED", "Action", "Cut", "Verdict"]
+
+
+class Action(Enum):
+    """What becomes of a message.
+
+    Attributes:
+        ACCEPT: It is used.
+        DROP: It is ignored; no honest peer sends it.
+        POSTPONE: It is ignored for now; honest peers send it, too, and repeat it.
+    """
+
+    ACCEPT = auto()
+    DROP = auto()
+    POSTPONE = auto()
+
+
+class Verdict(NamedTuple):
+    """The decision about a message.
+
+    Attributes:
+        action: What becomes of it.
+        kind: What it counts as, if it is not accepted; empty if it has been counted.
+        cut: Why its connection is closed as well; empty if it stays open.
+    """
+
+    action: Action
+    kind: str = ""
+    cut: str = ""
+
+
+class Cut(NamedTuple):
+    """The decision to close a connection.
+
+    Attributes:
+        fd: Its descriptor.
+        why: The reason.
+    """
+
+    fd: int
+    why: str
+
+
+ACCEPTED: Final = Verdict(Action.ACCEPT)
