@@ -282,7 +282,7 @@ def test_every_deadline_is_explained_with_its_default() -> None:
     assert not [name for name, row in rows.items() if f"\n{row}" not in PROTOCOL]
 
 
-ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|\.reject|_anomaly|_answer_closed)\([^"()]*"([a-z_]+)\"""")
+ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|\.reject|_anomaly|ended\.answer)\([^"()]*"([a-z_]+)\"""")
 POSTPONED = re.compile(r"""(?:\bpostpone\(|_postpone\(|POSTPONE, )"([a-z_]+)\"""")
 EVENT = re.compile(r"""(?:\.(?:info|warning|error)|LogEvent|log_loss)\(\s*"([a-z_]+)\"""")
 NAMED_ELSEWHERE = {

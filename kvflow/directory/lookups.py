@@ -10,7 +10,7 @@ from kvflow.control.reading import ReadingContext
 from kvflow.directory.client import CONNECTED, RegistryClient
 from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
-from kvflow.state.decode.handshake import MAX_LOOKUPS
+from kvflow.state.decode.lookups import MAX_LOOKUPS
 from kvflow.state.events import InstanceAddress, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord

@@ -21,7 +21,7 @@ TRANSFERS = 1_000
 ROOM_FOR_ALLOCATOR_KIB = 4_096
 """Tolerance for the allocator between two measurements; a leak of 5 KiB per transfer exceeds it."""
 
-REMEMBERED = ("_Ended", "ClosedGeneration")
+REMEMBERED = ("Ended", "ClosedGeneration")
 """Types that may grow: a bounded number of ended transfers is remembered."""
 
 SWEPT_LATE = 200

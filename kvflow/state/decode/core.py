@@ -149,12 +149,10 @@ class DecodeCore:
                 return self.instances.compiled(event, now)
             case ev.ConnectFailed():
                 return self._connect_failed(event)
-            case ev.ConnectionObstructed():
-                return self.instances.obstructed(event)
             case ev.ConnectionRefused():
                 return self._connection_refused(event.peer, event.detail, now)
-            case ev.LookUpRefused():
-                self.instances.look_up_refused(event)
+            case ev.LookUpRefused() | ev.ConnectionObstructed():
+                self.instances.obstacles.note_obstacle(event)
                 return []
             case ev.ConnectionLost():
                 return self._connection_lost(event.peer, now)
@@ -272,7 +270,7 @@ class DecodeCore:
 
     def _connect_failed(self, event: ev.ConnectFailed) -> list[DecodeEffect]:
         self.peers.open_failed(event.peer)
-        self.instances.connect_failed(event)
+        self.instances.obstacles.note_obstacle(event)
         return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
 
     def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:

@@ -5,15 +5,18 @@ it has answered. Ranks that have never answered share few places (`kvflow.state.
 """
 
 from kvflow.addresses import split_address
-from kvflow.config import Timeouts
+from kvflow.gate.identity import host_denial
+from kvflow.geometry.routes import Route
 from kvflow.state.decode.deadlines import DecodeTimer, HelloUnanswered
 from kvflow.state.decode.instances import Instance, InstanceTable
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import DecodeEffect
+from kvflow.state.events import ConnectedRank, RankRoute
+from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
 from kvflow.state.turns import Turns
-from kvflow.wire.messages import PeerId, RankRecord
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, PeerId, RankRecord, StagingWindow
 
 __all__ = ["MAX_DIALS", "TURN_S", "Dialing"]
 
@@ -32,13 +35,16 @@ class Dialing:
 
     def __init__(
         self,
-        timeouts: Timeouts,
+        me: PeerId,
+        settings: DecodeSettings,
         instances: InstanceTable,
         peers: PrefillPeers,
         rooms: Rooms,
         timers: Timers[DecodeTimer],
     ) -> None:
-        self._first_pause_s = min(timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
+        self._me = me
+        self._settings = settings
+        self._first_pause_s = min(settings.timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
         self._instances = instances
         self._peers = peers
         self._rooms = rooms
@@ -48,12 +54,38 @@ class Dialing:
     def __len__(self) -> int:
         return len(self._dials)
 
-    def start(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Start to send the Hellos of an instance."""
+    def start(self, instance: Instance, routes: tuple[RankRoute, ...], now: float) -> list[DecodeEffect]:
+        """Start to send Hellos to the ranks of an instance. Each rank that is to write gets a window if one is free."""
+        effects: list[DecodeEffect] = []
+        instance.ranks = {}
+        for record, compiled in zip(instance.records, routes, strict=True):
+            peer, route, window = record.peer, compiled.route, None
+            if route.slices:
+                window, searched = self._peers.assign_window(peer)
+                effects += searched
+            instance.ranks[peer.rank.engine_rank] = ConnectedRank(peer, compiled.expected, route.slices, window)
+            instance.hellos[peer] = self._make_hello(peer, instance.attempt, route, window)
         known = sorted(instance.records, key=lambda record: record.peer not in self._peers)  # those need no place
         instance.undialed.update((record.peer, record) for record in known)
         instance.is_proved = any(self._peers.is_connected(peer) for peer in instance.peers)
-        return self.go_on(instance, now)
+        return [*effects, *self.go_on(instance, now)]
+
+    def _make_hello(self, peer: PeerId, attempt: int, route: Route, window: StagingWindow | None) -> Hello:
+        settings = self._settings
+        return Hello(
+            peer=self._me,
+            to=peer,
+            attempt=attempt,
+            versions=(OLDEST_VERSION, PROTOCOL_VERSION),
+            lease_s=settings.timeouts.lease_s,
+            backend=settings.backend,
+            backend_metadata=settings.backend_metadata,
+            layout=settings.layout,
+            route=route,
+            staging=window,
+            agent=settings.agent,
+            handshake_s=settings.timeouts.handshake_s,
+        )
 
     def go_on(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Send Hellos to more ranks: to the first, then to the others, as one of them answers and places permit."""
@@ -67,6 +99,12 @@ class Dialing:
             del instance.undialed[peer]
             effects += self._say_hello(instance, peer, now, self._first_pause_s)
         return effects
+
+    def denial(self, records: tuple[RankRecord, ...]) -> str:
+        """Return why this rank must not connect to an address in a directory's answer; empty if it may."""
+        allowed = self._settings.allowed_hosts
+        denials = ((record, host_denial(record.endpoint, allowed)) for record in records)
+        return next((f"{record.peer.rank} at {record.endpoint}: {why}" for record, why in denials if why), "")
 
     def open(self, record: RankRecord, now: float) -> tuple[bool, list[DecodeEffect]]:
         """Open a connection to a rank, unless there is one; return whether it has a place."""

@@ -26,7 +26,6 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.gate.identity import host_denial
 from kvflow.state.decode.deadlines import (
     DeclineUnanswered,
     DecodeTimer,
@@ -36,54 +35,41 @@ from kvflow.state.decode.deadlines import (
     RetryLookup,
 )
 from kvflow.state.decode.declines import Declines
-from kvflow.state.decode.dialing import TURN_S, Dialing
-from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, host_of, is_complete
-from kvflow.state.decode.obstacles import obstacle_of
+from kvflow.state.decode.dialing import Dialing
+from kvflow.state.decode.ended import Ended
+from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, is_complete
+from kvflow.state.decode.lookups import Lookups
+from kvflow.state.decode.obstacles import Obstacles
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.unconnected import UnconnectedRooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
 from kvflow.state.events import (
-    ConnectedRank,
-    ConnectFailed,
-    ConnectionObstructed,
     InstanceAddress,
     InstanceFound,
     InstanceRef,
-    LookUpRefused,
     RoomDeclined,
     RoutesCompiled,
 )
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import InstanceSignal, InstanceState
 from kvflow.state.timers import Timers
-from kvflow.state.turns import Turns
 from kvflow.wire.messages import (
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
     Drained,
     Failure,
-    Hello,
     PeerId,
-    RankRecord,
     Refuse,
     Welcome,
 )
 
 __all__ = ["Instances"]
 
-LOOK_AGAIN_S = 0.25
-"""Interval between lookups during a handshake, in seconds: ranks may restart meanwhile."""
-
 OTHER_ANSWER_S = 0.5
 """Time after the start of a handshake in which answers for other references do not restart it, in seconds."""
 
 REFUSED_PAUSE_S = 2.0
 """Pause after a refusal, in seconds: its cause is unlikely to go away soon."""
-
-MAX_LOOKUPS = 64
-"""Maximum number of unanswered lookups at addresses: each takes a socket, and any request may name a new one."""
 
 UNWANTED_S = 30.0
 """How long an unreachable instance is looked up after a room last requested it, in seconds."""
@@ -102,11 +88,11 @@ class Instances:
         self._rooms = rooms
         self._timers = timers
         self._instances = InstanceTable()
-        self._number = 0
         self._attempts = itertools.count()
-        self._lookups = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
+        self._lookups = Lookups(timers)
+        self.obstacles = Obstacles(self._instances, peers, settings.registry)
         self._waiting = UnconnectedRooms(me, peers, rooms, timers)
-        self._dialing = Dialing(settings.timeouts, self._instances, peers, rooms, timers)
+        self._dialing = Dialing(me, settings, self._instances, peers, rooms, timers)
         self._declines = Declines(me, settings.timeouts, peers, rooms, self._dialing, timers)
 
     # Requests from rooms ---------------------------------------------------------------------------------------------
@@ -117,16 +103,15 @@ class Instances:
         Serving a room means granting it, or announcing it if it has no pages yet.
         """
         ref, issuer = room.opened.instance, room.opened.issuer
-        instance = self._instances.at(ref)
-        if instance is not None and room.generation in instance.waiting:  # it was announced, and has pages now
+        known = self._instances.at(ref)
+        if known is not None and room.generation in known.waiting:  # it was announced, and has pages now
             return []
-        if issuer is not None:  # only an answer to a lookup with this number is newer than the ticket
-            self._number += 1
-        if instance is None and not self._instances.make_room(ref):
+        if issuer is not None:
+            self._lookups.expect_newer()
+        instance, effects = self._find_or_connect(ref, now)
+        if instance is None:
             detail = "too many unreachable prefill instances"
             return self._rooms.fail(room, self._failure(FailureReason.CAPACITY, detail), now)
-        effects = self.reconnect(ref, now)
-        instance = instance or self._instance_at(ref)
         instance.declined.pop(room.room, None)
         is_ready = self._peers.are_ready(instance)
         if is_ready and instance.is_meant_by(room):
@@ -136,24 +121,28 @@ class Instances:
             detail = f"{instance} could not be reached; retrying: {instance.failure.detail}"
             reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.PEER_FAILING
             return [*effects, *self._rooms.fail(room, self._failure(reason, detail), now)]
-        self._waiting.add(instance, Waiting(room, self._number, now + self._timeouts.handshake_s))
+        self._waiting.add(instance, Waiting(room, self._lookups.number, now + self._timeouts.handshake_s))
         if is_ready:
-            self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-            effects.append(LookUp(ref, self._number))
+            self._lookups.ask_later(instance, now)
+            effects.append(LookUp(ref, self._lookups.number))
         return effects
 
     def reconnect(self, ref: InstanceRef, now: float) -> list[DecodeEffect]:
         """Start connecting an instance, unless that has begun."""
+        return self._find_or_connect(ref, now)[1]
+
+    def _find_or_connect(self, ref: InstanceRef, now: float) -> tuple[Instance | None, list[DecodeEffect]]:
+        """Find an instance, or start connecting it; None if rooms wait for too many others."""
         instance = self._instances.at(ref)
+        is_new = instance is None
         if instance is None:
             if not self._instances.make_room(ref):
-                return []
+                return None, []
             instance = self._instances.add(ref, now)
-            instance.ref, instance.wanted_at = ref, now
-            is_new = RetryLookup(instance.number) not in self._timers and not self._peers.are_ready(instance)
-            return self._look_up(instance, now) if is_new else []
         instance.ref, instance.wanted_at = ref, now
-        return []
+        if not is_new or self._lookups.is_planned(instance) or self._peers.are_ready(instance):
+            return instance, []
+        return instance, self._lookups.begin(instance, now)
 
     def decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
         """Decline a room that was never granted, now or once its instance is connected or the handshake has failed.
@@ -177,13 +166,14 @@ class Instances:
         """
         open_here = self._rooms.pending(event.room)
         instance = self._instances.at(event.instance)
-        is_received = open_here is not None and self._instances.at(open_here.opened.instance) is instance
-        if is_received or (instance is None and not self._instances.make_room(event.instance)):
+        if open_here is not None and self._instances.at(open_here.opened.instance) is instance:
             return []
-        self._rooms.note_declined(event.room, event.generation, event.failure)
-        effects = self.reconnect(event.instance, now)
+        instance, effects = self._find_or_connect(event.instance, now)
+        if instance is None:
+            return []
+        self._rooms.ended.close(event.generation, Ended(event.room, (), event.failure))  # to recognise the answers
         declined = Declined(event.generation, event.failure, event.issuer, {}, event.capability)
-        return [*effects, *self._declines.add_decline(self._instance_at(event.instance), event.room, declined, now)]
+        return [*effects, *self._declines.add_decline(instance, event.room, declined, now)]
 
     def decline_answered(self, peer: PeerId, drained: Drained, now: float) -> list[DecodeEffect]:
         """Note that a rank has answered a decline, if that is what it answers."""
@@ -197,7 +187,7 @@ class Instances:
         instance = self._instances.at(event.instance)
         if instance is None:
             return []
-        self._lookups.end_attempt(event.instance)
+        self._lookups.note_answer(event.instance)
         effects = self._waiting.fail_outdated(instance, event, now)
         instance.found, instance.refusal, instance.is_short = event, "", False
         if not is_complete(event.records):
@@ -224,20 +214,14 @@ class Instances:
             return []
         if not is_looking_up and event.instance != instance.found_by and now < instance.began_at + OTHER_ANSWER_S:
             return []
-        if denial := self._denial(event.records):
+        if denial := self._dialing.denial(event.records):
             return self._refused(instance, denial, now)
         effects = self._dialing.forget(instance, now, keep=[record.peer for record in event.records])
         instance.records, instance.attempt = event.records, next(self._attempts)
         instance.found_by, instance.began_at = event.instance, now
         instance.apply(InstanceSignal.FOUND)
-        self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
+        self._lookups.ask_later(instance, now)
         return [*effects, CompileRoutes(event.records[0].peer.rank.instance, instance.attempt, event.records)]
-
-    def _denial(self, records: tuple[RankRecord, ...]) -> str:
-        """Return why this rank must not connect to an address in a directory's answer; empty if it may."""
-        allowed = self._settings.allowed_hosts
-        denials = ((record, host_denial(record.endpoint, allowed)) for record in records)
-        return next((f"{record.peer.rank} at {record.endpoint}: {why}" for record, why in denials if why), "")
 
     def _found_again(self, instance: Instance, event: InstanceFound, now: float) -> list[DecodeEffect]:
         """Grant rooms that have waited for this answer; if any remain, probe connected ranks that it omits."""
@@ -264,7 +248,7 @@ class Instances:
             self._clear_timers(before)
             self._instances.remove(before)
         instance.found = event
-        self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
+        self._lookups.ask_later(instance, now)
         return instance
 
     def compiled(self, event: RoutesCompiled, now: float) -> list[DecodeEffect]:
@@ -275,39 +259,15 @@ class Instances:
         if len(event.routes) != len(instance.records):
             return self._refused(instance, event.failure, now)
         instance.apply(InstanceSignal.COMPILED)
-        instance.ranks = {}
-        effects: list[DecodeEffect] = []
-        for record, compiled in zip(instance.records, event.routes, strict=True):
-            peer, window = record.peer, None
-            if compiled.route.slices:
-                window, searched = self._peers.assign_window(peer)
-                effects += searched
-            instance.ranks[peer.rank.engine_rank] = ConnectedRank(
-                peer, compiled.expected, compiled.route.slices, window
-            )
-            instance.hellos[peer] = Hello(
-                peer=self._me,
-                to=peer,
-                attempt=instance.attempt,
-                versions=(OLDEST_VERSION, PROTOCOL_VERSION),
-                lease_s=self._timeouts.lease_s,
-                backend=self._settings.backend,
-                backend_metadata=self._settings.backend_metadata,
-                layout=self._settings.layout,
-                route=compiled.route,
-                staging=window,
-                agent=self._settings.agent,
-                handshake_s=self._timeouts.handshake_s,
-            )
-        return [*effects, *self._dialing.start(instance, now)]
+        return self._dialing.start(instance, event.routes, now)
 
     # Messages from prefill ranks -------------------------------------------------------------------------------------
 
     def welcomed(self, peer: PeerId, welcome: Welcome, now: float) -> list[DecodeEffect]:
         """Note that a rank has accepted its Hello, and start to ping it. The last one grants the waiting rooms."""
-        if not self.expects_answer(peer, welcome.attempt):  # replacing another incarnation has restarted the handshake
+        instance = self._asked(peer, welcome.attempt)
+        if instance is None:  # replacing another incarnation has restarted the handshake
             return []
-        instance = self._instance_of(peer)
         self._dialing.answered(instance, peer)
         is_new = self._peers.handshake_done(peer, now, welcome)
         effects: list[DecodeEffect] = [LogEvent("peer_connected", {"peer": str(peer)})] if is_new else []
@@ -318,40 +278,16 @@ class Instances:
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
         """Handle the refusal of a Hello; ignore it if it answers an earlier one."""
-        if refuse.attempt is None or not self.expects_answer(peer, refuse.attempt):
-            return []
-        instance = self._instance_of(peer)
-        return self._refused(instance, f"{peer.rank} refused: {refuse.detail}", now)
+        instance = self._asked(peer, refuse.attempt)
+        return [] if instance is None else self._refused(instance, f"{peer.rank} refused: {refuse.detail}", now)
 
     def connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
         """Handle a connection that was refused because of a key while a Hello is unanswered."""
-        if not self.is_handshaking(peer):
+        instance = self._asked(peer)
+        if instance is None:
             return []
-        instance = self._instance_of(peer)
         record = next(record for record in instance.records if record.peer == peer)
         return self._refused(instance, f"rank {peer.rank} at {record.endpoint}: {detail}", now)
-
-    def look_up_refused(self, event: LookUpRefused) -> None:
-        """Record why an instance, or any registry name, cannot be looked up."""
-        for instance in self._instances:
-            is_named = not isinstance(instance.ref, InstanceAddress)
-            if instance.ref == event.instance or (event.instance is None and is_named):
-                instance.refusal, instance.is_short = event.detail, event.is_short
-
-    def connect_failed(self, event: ConnectFailed) -> None:
-        """Record that this process lacks what a connection to a rank takes."""
-        instance = self._instances.find_by_peer(event.peer)
-        if instance is not None and event.is_short:
-            instance.refusal, instance.is_short = event.detail, True
-
-    def obstructed(self, event: ConnectionObstructed) -> list[DecodeEffect]:
-        """Record why there is no connection to a rank, or that there is one. Has no effects."""
-        instance = self._instances.find_by_peer(event.peer)
-        if instance is not None and event.peer in instance.peers:
-            instance.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
-            if event.is_short:
-                instance.refusal, instance.is_short = event.detail, True
-        return []
 
     def back(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Grant the waiting rooms if a rank that is heard again was the only one missing."""
@@ -361,10 +297,7 @@ class Instances:
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Look up the instance of a rank whose connection broke, because the rank may have restarted."""
         instance = self._instances.find_by_peer(peer)
-        if instance is None:
-            return []
-        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return self._ask(instance, now)
+        return [] if instance is None else self._lookups.repeat(instance, now)
 
     def lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Restart the handshake with an instance that has lost a rank."""
@@ -373,16 +306,22 @@ class Instances:
             return []
         effects = self._dialing.forget(instance, now, keep=[other for other in instance.peers if other != peer])
         instance.apply(InstanceSignal.LOST)
-        return [*effects, *self._look_up(instance, now)]
+        return [*effects, *self._lookups.begin(instance, now)]
 
     def is_handshaking(self, peer: PeerId) -> bool:
         """Return whether a rank has an unanswered Hello."""
-        instance = self._instances.find_by_peer(peer)
-        return instance is not None and peer in instance.hellos
+        return self._asked(peer) is not None
 
     def expects_answer(self, peer: PeerId, attempt: int) -> bool:
         """Return whether the latest Hello to a rank has this attempt number, and is unanswered."""
-        return self.is_handshaking(peer) and attempt == self._instance_of(peer).attempt
+        return self._asked(peer, attempt) is not None
+
+    def _asked(self, peer: PeerId, attempt: int | None = None) -> Instance | None:
+        """Find the instance of a rank that has an unanswered Hello, with this attempt number if one is given."""
+        instance = self._instances.find_by_peer(peer)
+        if instance is None or peer not in instance.hellos or attempt not in (None, instance.attempt):
+            return None
+        return instance
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
@@ -396,25 +335,12 @@ class Instances:
             case HandshakeDeadline(number):
                 return self._deadline_passed(self._instances.numbered(number), now)
             case HelloUnanswered(peer):
-                return self._dialing.repeat(self._instance_of(peer), peer, now)
+                instance = self._asked(peer)
+                return [] if instance is None else self._dialing.repeat(instance, peer, now)
             case _:
                 assert_never(key)
 
     # -----------------------------------------------------------------------------------------------------------------
-
-    def _look_up(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        instance.found = None
-        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return self._ask(instance, now)
-
-    def _ask(self, instance: Instance, now: float) -> list[DecodeEffect]:
-        """Look up each reference that rooms wait on, if it is its turn."""
-        return [LookUp(ref, self._number) for ref in instance.refs_waiting if self._may_look_up(instance, ref, now)]
-
-    def _may_look_up(self, instance: Instance, ref: InstanceRef, now: float) -> bool:
-        if not isinstance(ref, InstanceAddress) or instance.state is InstanceState.CONNECTED:
-            return True
-        return self._lookups.take_place(ref, (host_of(ref),), now)[0]
 
     def _look_again(self, instance: Instance, now: float) -> list[DecodeEffect]:
         """Repeat the lookup while the handshake is unfinished or a rank is suspect; forget unwanted instances."""
@@ -423,14 +349,13 @@ class Instances:
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
-        self._timers.set(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-        return [*self._ask(instance, now), *self._dialing.go_on(instance, now)]
+        return [*self._lookups.repeat(instance, now), *self._dialing.go_on(instance, now)]
 
     def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
         effects = self._dialing.forget(instance, now, keep=[])
         self._clear_timers(instance)
         for ref in instance.refs:
-            self._lookups.end_attempt(ref)
+            self._lookups.note_answer(ref)
         self._instances.remove(instance)
         return effects
 
@@ -444,7 +369,7 @@ class Instances:
         instance.is_short = False
         if not self._peers.are_ready(instance):
             return []
-        self._timers.clear(RetryLookup(instance.number))
+        self._lookups.stop(instance)
         return self._serve(instance, now)
 
     def _serve(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -453,8 +378,8 @@ class Instances:
         instance.num_declines = 0
         effects = [*self._declines.send_all(instance, now), *self._waiting.grant(instance, now)]
         if instance.waiting:
-            self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
-            effects += self._ask(instance, now)
+            self._lookups.ask_later(instance, now)
+            effects += self._lookups.ask(instance, now)
         return effects
 
     def _deadline_passed(self, instance: Instance, now: float) -> list[DecodeEffect]:
@@ -462,7 +387,7 @@ class Instances:
         effects = self._waiting.fail_overdue(instance, now)
         if not instance.waiting or self._peers.are_ready(instance):
             return effects
-        obstacle = obstacle_of(instance, self._peers, self._settings.registry)
+        obstacle = self.obstacles.describe(instance)
         detail = f"{instance} was not reached within {self._timeouts.handshake_s} s: {obstacle}"
         reason = FailureReason.SHORTAGE if instance.is_short else FailureReason.UNREACHABLE
         return [*effects, *self._give_up(instance, self._failure(reason, detail), now)]
@@ -470,7 +395,7 @@ class Instances:
     def _refused(self, instance: Instance, detail: str, now: float) -> list[DecodeEffect]:
         effects = self._dialing.forget(instance, now, keep=[])
         instance.apply(InstanceSignal.REFUSED)
-        self._timers.set(RetryLookup(instance.number), now + REFUSED_PAUSE_S)
+        self._lookups.postpone(instance, now + REFUSED_PAUSE_S)
         return [*effects, *self._give_up(instance, self._failure(FailureReason.REFUSED, detail), now)]
 
     def _is_paused(self, instance: Instance, now: float) -> bool:
@@ -494,18 +419,6 @@ class Instances:
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
             effects.append(LogEvent(name, values, is_warning=not has_waited))  # each failed room logs its own warning
         return effects
-
-    def _instance_at(self, ref: InstanceRef) -> Instance:
-        instance = self._instances.at(ref)
-        if instance is None:
-            raise LookupError(ref)
-        return instance
-
-    def _instance_of(self, peer: PeerId) -> Instance:
-        instance = self._instances.find_by_peer(peer)
-        if instance is None:
-            raise LookupError(peer)
-        return instance
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self._me.rank), detail)

@@ -344,9 +344,9 @@ class Room:
         progress.apply(RankSignal.FENCED)
         return self.stop(Signal.FAILED, failure, spare=peer)
 
-    def release(self) -> list[DecodeEffect]:
-        """Release the pages without a proof, at an operator's request."""
-        return self._review(Signal.RELEASED)
+    def apply(self, signal: Signal) -> list[DecodeEffect]:
+        """Apply what no rank has told: the wait for Drained is over, or an operator releases the pages."""
+        return self._review(signal)
 
     def stop(self, signal: Signal, failure: Failure, *, spare: PeerId | None = None) -> list[DecodeEffect]:
         """End the room without success, and cancel it at all granted ranks except `spare`, which ended it."""
@@ -356,10 +356,6 @@ class Room:
         self.state.apply(signal)
         cancels = [SendMessage(peer, self._cancel(failure)) for peer in self.granted if peer != spare]
         return [self._report(), *cancels, *self._review()]
-
-    def in_doubt(self) -> list[DecodeEffect]:
-        """Stop waiting for ranks that do not send Drained."""
-        return self._review(Signal.IN_DOUBT)
 
     def _review(self, extra: Signal | None = None) -> list[DecodeEffect]:
         """Derive the transfer's state from its ranks, and report it if it has changed."""

@@ -1,12 +1,11 @@
 """All rooms of one decode rank. Pure."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PagesInUse, Stage
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
-from kvflow.state.closed import ClosedGenerations
 from kvflow.state.decode.deadlines import (
     DecodeTimer,
     ReceiveDeadline,
@@ -15,6 +14,7 @@ from kvflow.state.decode.deadlines import (
     ReceiveUnanswered,
     ReceiveUndrained,
 )
+from kvflow.state.decode.ended import Ended, EndedTransfers
 from kvflow.state.decode.held import HeldPage, HeldPages
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage, WaitForLanding
@@ -25,8 +25,6 @@ from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     PAGES_INLINE,
-    Ack,
-    Cancel,
     Drained,
     Failed,
     Failure,
@@ -42,23 +40,12 @@ __all__ = ["Rooms"]
 MIN_TIMEOUT_S = 1e-3
 """Timeout in a grant whose time is already up, in seconds; the receiver's own deadline fires at once."""
 
-MAX_CLOSED = 16_384
-"""Maximum number of ended transfers that are remembered, to inform prefill ranks that missed the end."""
-
 MAX_BACKOFF = 8
 """The pause between retransmissions doubles up to this multiple of the first pause."""
 
 GRANTS_PER_PAUSE = 500
 """With more open rooms than this, each room waits longer before it retransmits its grant. Grants are rarely lost, and
 retransmitting thousands of them while prefill lets them wait costs more than the transfers."""
-
-
-class _Ended(NamedTuple):
-    """How a transfer ended; `failure` is None for a success."""
-
-    room: RoomId
-    told: tuple[PeerId, ...]
-    failure: Failure | None
 
 
 class Rooms:
@@ -71,6 +58,7 @@ class Rooms:
         rooms: Rooms by generation.
         generations: Generations by room, without rooms in quarantine.
         announced: Generations of rooms that have no pages yet.
+        ended: Transfers that are over, and rooms that were declined before they were opened.
         unproved: Generations of ended transfers whose pages are not safe.
         held: Pages of all rooms.
     """
@@ -89,7 +77,7 @@ class Rooms:
         self._timers = timers
         self._quarantine = quarantine
         self._last_generation = 0
-        self._closed: ClosedGenerations[_Ended] = ClosedGenerations(MAX_CLOSED)
+        self.ended = EndedTransfers()
         self.held = HeldPages(settings.layout)
 
     # Requests from the engine ----------------------------------------------------------------------------------------
@@ -171,10 +159,6 @@ class Rooms:
         room = self.rooms.get(self.generations.get(number, 0))
         return room if room is not None and room.state.is_pending else None
 
-    def note_declined(self, number: RoomId, generation: int, failure: Failure) -> None:
-        """Record a generation that was never opened, so that the answers to its decline are recognised."""
-        self._closed.close(generation, _Ended(number, (), failure))
-
     def release(self, generation: RoomId, now: float) -> list[DecodeEffect]:
         """Release the pages of a quarantined transfer without a proof.
 
@@ -186,7 +170,7 @@ class Rooms:
             raise LocalProtocolError("transfer is not in quarantine", generation=generation)
         if room.is_scattering:
             raise LocalProtocolError("pages are being written from staging memory", generation=generation)
-        return self._follow(room, room.release(), now)
+        return self._follow(room, room.apply(Signal.RELEASED), now)
 
     def close(self, failure: Failure, now: float) -> list[DecodeEffect]:
         """End every room."""
@@ -201,7 +185,7 @@ class Rooms:
         """Process a notice for the transfer it names; `sender` is None if it arrived in band."""
         room = self._find(notice.room, notice.generation)
         if room is None:
-            return self._answer_closed(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
+            return self.ended.answer(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
         before = room.num_arrived
         effects = room.notice(notice, sender, now)
         is_waiting = room.state.is_pending and not room.is_verifying
@@ -213,7 +197,7 @@ class Rooms:
         """Handle a rank's promise that it will write nothing more."""
         room = self._find(drained.room, drained.generation)
         if room is None:
-            is_late = drained.generation in self._closed
+            is_late = drained.generation in self.ended
             return [] if is_late else [CountAnomaly("drained_of_unknown_transfer", peer, drained.room)]
         return self._follow(room, room.drained(peer, drained.failure), now)
 
@@ -221,7 +205,7 @@ class Rooms:
         """Wait until what a rank still has in flight for a room has landed; `number` is that of the wait."""
         room = self._find(drained.room, drained.generation)
         if room is None or peer not in room.told:
-            return self._answer_closed(drained.room, drained.generation, peer, "drained_of_unknown_transfer")
+            return self.ended.answer(drained.room, drained.generation, peer, "drained_of_unknown_transfer")
         return [WaitForLanding(peer, drained, number)]
 
     def landed(self, event: Landed) -> list[DecodeEffect]:
@@ -233,7 +217,7 @@ class Rooms:
         """End a room because a prefill rank reported a failure."""
         room = self._find(failed.room, failed.generation)
         if room is None or peer not in room.told:
-            return self._answer_closed(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
+            return self.ended.answer(failed.room, failed.generation, peer, "failed_of_unknown_transfer")
         return self._follow(room, room.failed(peer, failed.failure, is_drained=failed.drained), now)
 
     def answer(self, peer: PeerId, query: PagesQuery | SlotQuery) -> list[DecodeEffect]:
@@ -254,37 +238,29 @@ class Rooms:
 
     def peer_connected(self, rank: ConnectedRank) -> list[DecodeEffect]:
         """Ask a rank that has connected, perhaps again, for the proofs that rooms wait for."""
-        effects: list[DecodeEffect] = []
-        for room in self._rooms_of(rank.peer):
-            effects += room.reconnected(rank)
-        return effects
+        return [effect for room in self._rooms_of(rank.peer) for effect in room.reconnected(rank)]
 
     def peer_back(self, peer: PeerId) -> list[DecodeEffect]:
         """Ask a rank that is back for the proofs that rooms wait for."""
-        effects: list[DecodeEffect] = []
-        for room in self._rooms_of(peer):
-            effects += room.remind(peer)
-        return effects
+        return [effect for room in self._rooms_of(peer) for effect in room.remind(peer)]
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Fail every room that still needs a lost rank, if only to hold its pages."""
         effects: list[DecodeEffect] = []
         for room in self._rooms_of(peer):
-            if peer in room.told:
-                effects += self._follow(room, room.lost(peer, failure), now)
+            effects += self._follow(room, room.lost(peer, failure), now)
         return effects
 
     def peer_fenced(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Record the proof that no write of a prefill incarnation can land any more."""
         effects: list[DecodeEffect] = []
         for room in self._rooms_of(peer):
-            if peer in room.told:
-                effects += self._follow(room, room.fenced(peer, failure), now)
+            effects += self._follow(room, room.fenced(peer, failure), now)
         return effects
 
     def involve(self, peer: PeerId) -> bool:
         """Return whether a room, in quarantine or not, was granted or announced to a prefill rank."""
-        return any(peer in room.told for room in self._rooms_of(peer))
+        return bool(self._rooms_of(peer))
 
     def await_proof_of(self, peer: PeerId) -> bool:
         """Return whether any room waits for a prefill rank to write everything, or to prove that it has stopped."""
@@ -295,8 +271,9 @@ class Rooms:
         return any(room.scatters_from(peer) for room in self._rooms_of(peer))
 
     def _rooms_of(self, peer: PeerId) -> list[Room]:
-        """Return the rooms, in quarantine or not, that a prefill rank was told of."""
-        return [self.rooms[generation] for generation in self._by_peer.keys_of(peer)]
+        """Return the rooms, in quarantine or not, that a prefill rank was told of, and not another one since."""
+        rooms = (self.rooms[generation] for generation in self._by_peer.keys_of(peer))
+        return [room for room in rooms if peer in room.told]
 
     # Reports from the stages -----------------------------------------------------------------------------------------
 
@@ -333,7 +310,7 @@ class Rooms:
                 return self._retransmit(self.rooms[generation], now)
             case ReceiveUndrained(generation):
                 room = self.rooms[generation]
-                return self._follow(room, room.in_doubt(), now)
+                return self._follow(room, room.apply(Signal.IN_DOUBT), now)
             case _:
                 assert_never(key)
 
@@ -358,18 +335,6 @@ class Rooms:
         return max(room.deadline - now, MIN_TIMEOUT_S)
 
     # Rooms -----------------------------------------------------------------------------------------------------------
-
-    def _answer_closed(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
-        """Answer a message about an ended transfer with the outcome."""
-        ended = self._closed.result(generation)
-        if ended is None or ended.room != room or (peer is not None and peer not in ended.told):
-            return [CountAnomaly(anomaly, peer, room)]
-        if peer is None:  # in band; what is missed is retransmitted over the control channel
-            return []
-        if ended.failure is None:
-            return [SendMessage(peer, Ack(room=room, generation=generation))]
-        cancel = Cancel(room=room, generation=generation, failure=ended.failure, has_landed=True)
-        return [SendMessage(peer, cancel)]
 
     def _follow(self, room: Room, effects: list[DecodeEffect], now: float) -> list[DecodeEffect]:
         """Update the timers after a step of a room, and drop the room once it is over."""
@@ -399,7 +364,7 @@ class Rooms:
             self._quarantine.remove(generation)
             self.held.drop(room.opened.pages)
             self._timers.clear(ReceiveUnanswered(generation))
-            self._closed.close(generation, _Ended(room.room, room.told, room.failure))
+            self.ended.close(generation, Ended(room.room, room.told, room.failure))
             self.announced.pop(generation, None)
             self.unproved.pop(generation, None)
             self.rooms.pop(generation, None)
