@@ -282,13 +282,13 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     # The core -------------------------------------------------------------------------------------------------------
 
     def request(self, event: AnyEvent | SharedEvent) -> None:
-        """Pass a request of the engine to the core, and carry out the effects.
+        """Pass a request of an open transfer to the core, and carry out the effects. Call it on the rank's event loop.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining: The request is not allowed now; nothing has changed.
             RankBroken: The rank is broken.
         """
-        self.check_open()
+        self.check_usable()
         self._dispatcher.submit(event)
 
     def _start(

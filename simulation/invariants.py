@@ -71,7 +71,7 @@ def _check_prefill(core: PrefillCore) -> None:
         is_over = room.state.is_safe and not room.state.is_pending
         _require(not is_over, "room is over but not forgotten", room=number)
         _require(number not in core.requests.waiting, "grants wait for an open room", room=number)
-        _require(room.now_waits == room.waits, "timers of a room are not up to date", room=number)
+        _require_timers(room)
         _check_announced(core, room)
         standings = [STANDING[delivery.state.outcome, delivery.state.memory] for delivery in room.deliveries.values()]
         totals = tuple(sum(facts) for facts in zip(*standings, strict=True)) or (0, 0, 0)
@@ -79,7 +79,7 @@ def _check_prefill(core: PrefillCore) -> None:
         _require(counted == totals, "deliveries of a room are counted wrongly", room=number)
         for delivery in room.deliveries.values():
             _check_facts(delivery.state, delivery=delivery.id)
-            _require(delivery.now_waits == delivery.waits, "timers of a delivery are not up to date", room=number)
+            _require_timers(delivery)
             if delivery.state.is_safe:
                 _require(not delivery.has_posts, "safe delivery with a running post", delivery=delivery.id)
             _require(_has_tail(delivery), "a piece is under way before one that waits", delivery=delivery.id)
@@ -87,6 +87,12 @@ def _check_prefill(core: PrefillCore) -> None:
                 _require(not delivery.state.is_pending, "room has ended, delivery has not", delivery=delivery.id)
     if not rooms.rooms and not rooms.unfenced:
         _require(len(core.queue) == 0, "pieces wait for no room", pieces=len(core.queue))
+
+
+def _require_timers(waiting: PrefillRoom | Delivery) -> None:
+    """Check that the timers of a room or a delivery are up to date."""
+    waits, set_for = waiting.deadlines_from(0.0).keys(), waiting.deadlines.keys()
+    _require(waits == set_for, "timers are not up to date", waits=list(waits), set_for=list(set_for))
 
 
 def _has_tail(delivery: Delivery) -> bool:

@@ -268,7 +268,7 @@ def change_parts(patch: Patch, change: Callable[[Chunk, list[pieces.ChunkPart]],
 
 def the_first_piece_of_the_last_chunk_ends_the_transfer(patch: Patch) -> None:
     def change(chunk: Chunk, parts: list[pieces.ChunkPart]) -> list[pieces.ChunkPart]:
-        first = parts[0]._replace(last=chunk.last, metadata=chunk.metadata)
+        first = parts[0]._replace(last=chunk.last)
         return [first, *(part._replace(last=False) for part in parts[1:])]
 
     change_parts(patch, change)

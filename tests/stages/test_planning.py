@@ -92,7 +92,7 @@ def piece_of(link: Link, world: World) -> Piece:
 
 def part_of(ranges: Mapping[str, tuple[int, int]], link: PeerRoute) -> ChunkPart:
     num_bytes = expected_bytes(link.route.expected, ranges, ranges)
-    return ChunkPart(ranges, None, last=True, metadata=b"", num_bytes=num_bytes)
+    return ChunkPart(ranges, None, num_bytes, last=True)
 
 
 def table_of(rank: Rank, name: str, tokens: tuple[int, int]) -> PageTable:

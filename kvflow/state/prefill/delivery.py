@@ -34,8 +34,6 @@ __all__ = ["STANDING", "Delivery", "DeliveryStatus", "SendContext"]
 MAX_BACKOFF: Final = 8
 """The pause between retransmissions doubles up to this multiple of the first pause."""
 
-DeliveryWaits = tuple[bool, int | None, int | None]
-
 
 class SendContext(NamedTuple):
     """State that all rooms of a rank share."""
@@ -100,12 +98,12 @@ class _Unposted(NamedTuple):
     """A piece that waits for its data, turn or credit, or an empty notice that follows such a piece.
 
     Attributes:
-        resume_at: Token from which chunks must be sent again if it is dropped.
+        chunk: Chunk that it is a part of.
         goes_on: Whether more layers of the same tokens follow.
     """
 
     notice: Notice
-    resume_at: int
+    chunk: Chunk
     goes_on: bool
 
 
@@ -118,7 +116,6 @@ class Delivery:
 
     Attributes:
         standing: How its room counts it.
-        waits: What it waits for, as in `now_waits` when its timers were set.
         deadlines: Its timers, and when they were due when they were set.
         num_retransmits: Number of retransmissions.
     """
@@ -137,7 +134,6 @@ class Delivery:
         self.failure: Failure | None = None
         self.num_retransmits = 0
         self.standing = STANDING[self.state.outcome, self.state.memory]
-        self.waits: DeliveryWaits = (False, None, None)
         self.deadlines: dict[PrefillTimer, float] = {}
         self._context = context
         self._link = link
@@ -158,26 +154,18 @@ class Delivery:
         self._posted: dict[int, Notice] = {}
         self._written: list[Notice] = []
 
-    @property
-    def now_waits(self) -> DeliveryWaits:
-        """What it waits for now: its outcome, the end of its next post, and the answer to its latest notices."""
-        if not self.state.is_pending:
-            return False, None, None
-        return True, self._num_ended if self._posted else None, self.num_retransmits if self.state.is_safe else None
-
     def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
-        """Return how long it waits for each of `waits`, if it began to wait now."""
-        waits_for_outcome, num_ended, num_retransmits = self.waits
+        """Return what it waits for, and until when if it began to wait now."""
+        if not self.state.is_pending:
+            return {}
         timeouts = self._context.settings.timeouts
-        deadlines: dict[PrefillTimer, float] = {}
-        if waits_for_outcome:
-            deadlines[DeliveryDeadline(self.id)] = now + self.grant.timeout_s  # it is set when the grant is served
-        if num_ended is not None:
+        deadlines: dict[PrefillTimer, float] = {DeliveryDeadline(self.id): now + self.grant.timeout_s}
+        if self._posted:
             progress_s = min(timeouts.progress_s, self.grant.progress_s)
-            deadlines[PostStalled(self.id, num_ended)] = now + progress_s
-        if num_retransmits is not None:
-            pause_s = timeouts.retransmit_s * min(2**num_retransmits, MAX_BACKOFF)
-            deadlines[DeliveryUnanswered(self.id, num_retransmits)] = now + pause_s
+            deadlines[PostStalled(self.id, self._num_ended)] = now + progress_s
+        if self.state.is_safe:
+            pause_s = timeouts.retransmit_s * min(2**self.num_retransmits, MAX_BACKOFF)
+            deadlines[DeliveryUnanswered(self.id, self.num_retransmits)] = now + pause_s
         return deadlines
 
     @property
@@ -223,9 +211,14 @@ class Delivery:
         if self._has_last_chunk:  # other deliveries need it again
             return []
         effects: list[PrefillEffect] = []
-        ranges = self._wanted_of(chunk)
+        ranges: dict[str, TokenRange] = {}
+        for name, (_, stop) in self._wanted.items():
+            at = self._positions[name]
+            end = min(chunk.ranges.get(name, (at, at))[1], stop)
+            if at < end:
+                ranges[name] = (at, end)
+                self._positions[name] = end
         if ranges or (chunk.last and self._wanted):
-            self._positions.update({name: stop for name, (_, stop) in ranges.items()})
             for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
                 effects += self._send(part, chunk, now)
         self._has_last_chunk = chunk.last  # set last: an empty part above must not end the delivery
@@ -255,7 +248,7 @@ class Delivery:
         self._not_ready = deque(waiting for waiting in self._not_ready if waiting[0].seq < self._next_seq)
         self._context.queue.stop_expecting(self.id.peer, num_not_ready - len(self._not_ready))
         self._context.queue.drop(self.id, self._next_seq)
-        return min(unposted.resume_at for unposted in dropped.values())
+        return min(resume_at(unposted.chunk, unposted.notice.ranges) for unposted in dropped.values())
 
     def awaits(self, wait: int) -> bool:
         """Return whether a piece still waits for the data of the `AwaitData` with this number."""
@@ -363,25 +356,14 @@ class Delivery:
         self._on_change(self)
 
     def _note_post(self, seq: int, notice: Notice) -> None:
-        if not self._posted:
-            self._on_change(self)
         self._posted[seq] = notice
+        self._on_change(self)
 
     def _forget_post(self, seq: int) -> Notice | None:
         notice = self._posted.pop(seq, None)
         self._num_ended += 1  # the next one gets the full time limit
         self._on_change(self)
         return notice
-
-    def _wanted_of(self, chunk: Chunk) -> dict[str, TokenRange]:
-        """Return the tokens of a chunk that this decode rank wants and has not been sent."""
-        ranges = {}
-        for name, (_, stop) in self._wanted.items():
-            at = self._positions[name]
-            end = min(chunk.ranges.get(name, (at, at))[1], stop)
-            if at < end:
-                ranges[name] = (at, end)
-        return ranges
 
     def _send(self, part: ChunkPart, chunk: Chunk, now: float) -> list[PrefillEffect]:
         """Assign a part its number, and queue it or wait for its data."""
@@ -397,10 +379,10 @@ class Delivery:
             ranges=dict(part.ranges),
             num_bytes=cost.num_bytes,
             last=part.last,
-            metadata=part.metadata,
+            metadata=chunk.metadata if part.last else b"",
             layers=None if part.layers == ALL_LAYERS else part.layers,
         )
-        self._unposted[seq] = _Unposted(notice, resume_at(chunk, part.ranges), part.layers[1] is not None)
+        self._unposted[seq] = _Unposted(notice, chunk, part.layers[1] is not None)
         if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
             return self._say_empty()
         staging = self._context.settings.staging
@@ -444,14 +426,10 @@ class Delivery:
         return effects
 
     def _push(self, piece: Piece, now: float) -> None:
-        window, staging = self._context.slots.window(self.id.peer), self._context.settings.staging
-        is_packed = False
-        if window is not None and staging is not None:
+        staging, is_packed = self._context.settings.staging, False
+        if staging is not None and (window := self._context.slots.window(self.id.peer)) is not None:
             slot_bytes = min(window.slot_bytes, staging.slot_bytes)
-            num_bytes, num_descriptors = piece.cost
-            is_packed = wants_slot(
-                num_bytes, num_descriptors, slot_bytes, staging.descriptor_overhead_s, staging.packing
-            )
+            is_packed = wants_slot(*piece.cost, slot_bytes, staging.descriptor_overhead_s, staging.packing)
         self._context.queue.push(piece, now, wants_slot=is_packed)
 
     def _stop(self, signal: Signal, failure: Failure) -> None:

@@ -1,7 +1,7 @@
 """Splitting the wanted part of a chunk into pieces, each with its own number, write and notice. Pure.
 
-Properties of the whole chunk are attached to one piece: the last one ends the transfer and carries the metadata. The
-pieces of a delivery are sent in order, so only the first needs to wait for an event that all of them depend on.
+The last piece of the last chunk ends the transfer. The pieces of a delivery are sent in order, so only the first needs
+to wait for an event that all of them depend on.
 """
 
 import math
@@ -26,18 +26,16 @@ class ChunkPart(NamedTuple):
     Attributes:
         ranges: Tokens by component.
         ready: Event to wait for before its pages may be read, or None.
-        last: Whether this is the last part of the transfer.
-        metadata: Metadata to deliver with the last part.
         num_bytes: Bytes that the part takes.
         layers: Layers of the part.
+        last: Whether this is the last part of the transfer.
     """
 
     ranges: Mapping[str, TokenRange]
     ready: ReadyEvent | None
-    last: bool
-    metadata: bytes
     num_bytes: int
     layers: LayerRange = ALL_LAYERS
+    last: bool = False
 
 
 def split_chunk(
@@ -50,20 +48,18 @@ def split_chunk(
 
     Args:
         chunk: Chunk from the engine.
-        ranges: Tokens of the chunk that the decode rank wants, by component; none is empty.
+        ranges: Tokens of the chunk that the decode rank wants, by component; none is empty. Without any there is one
+            part, which takes nothing.
         grant: Grant of the decode rank.
         wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
         link: Route to the decode rank.
     """
-    if not ranges:
-        return [_part(chunk, ranges, _ready(chunk), 0)]
-    groups = link.route.by_location(ranges)
-    end = len(groups) - 1
-    return [
-        part
-        for number, group in enumerate(groups)
-        for part in _split_group(chunk, group, grant, wanted, link, is_end=number == end)
-    ]
+    parts = [ChunkPart(ranges, None, 0)] if not ranges else []
+    for group in link.route.by_location(ranges):
+        parts += _split_group(chunk, group, grant, wanted, link)
+    if chunk.last:
+        parts[-1] = parts[-1]._replace(last=True)
+    return parts
 
 
 def cost_of(part: ChunkPart, link: PeerRoute, max_descriptor_bytes: int | None) -> Cost:
@@ -95,15 +91,9 @@ def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
 
 
 def _split_group(
-    chunk: Chunk,
-    ranges: dict[str, TokenRange],
-    grant: Grant,
-    wanted: Mapping[str, TokenRange],
-    link: PeerRoute,
-    *,
-    is_end: bool,
+    chunk: Chunk, ranges: dict[str, TokenRange], grant: Grant, wanted: Mapping[str, TokenRange], link: PeerRoute
 ) -> list[ChunkPart]:
-    """Split the components of a chunk in one location on each side; `is_end` if nothing of the chunk follows."""
+    """Split the components of a chunk in one location on each side."""
     expected = link.route.expected
     num_bytes = expected_bytes(expected, ranges, wanted)
     policy = link.split_policy.choose(
@@ -114,49 +104,16 @@ def _split_group(
         groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
         if len(groups) > 1:
             return [
-                _part(
-                    chunk,
-                    ranges,
-                    chunk.layers[group].ready,
-                    expected_bytes(expected, ranges, wanted, layers),
-                    layers,
-                    is_end=is_end and layers[1] is None,
-                )
+                ChunkPart(ranges, chunk.layers[group].ready, expected_bytes(expected, ranges, wanted, layers), layers)
                 for layers, group in groups
             ]
         ready = chunk.layers[groups[0].group].ready
     if num_bytes <= policy.piece_bytes:
-        return [_part(chunk, ranges, ready, num_bytes, is_end=is_end)]
-    splits = policy.split_tokens(ranges, wanted)
-    last = len(splits) - 1
+        return [ChunkPart(ranges, ready, num_bytes)]
     return [
-        _part(
-            chunk,
-            split,
-            None if number else ready,
-            expected_bytes(expected, split, wanted),
-            is_end=is_end and number == last,
-        )
-        for number, split in enumerate(splits)
+        ChunkPart(split, None if number else ready, expected_bytes(expected, split, wanted))
+        for number, split in enumerate(policy.split_tokens(ranges, wanted))
     ]
-
-
-def _ready(chunk: Chunk) -> ReadyEvent | None:
-    return chunk.layers[-1].ready if chunk.layers else chunk.ready
-
-
-def _part(
-    chunk: Chunk,
-    ranges: Mapping[str, TokenRange],
-    ready: ReadyEvent | None,
-    num_bytes: int,
-    layers: LayerRange = ALL_LAYERS,
-    *,
-    is_end: bool = True,
-) -> ChunkPart:
-    """Describe one part of a chunk; only the last part of the last chunk ends the request and carries its metadata."""
-    is_last = chunk.last and is_end
-    return ChunkPart(ranges, ready, is_last, chunk.metadata if is_last else b"", num_bytes, layers)
 
 
 def _count_runs(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:

@@ -18,7 +18,7 @@ heads of the rotations; finding it costs the same however many wait. It follows 
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,6 +123,7 @@ class PieceQueue:
 
     Attributes:
         candidates: Peers with a waiting piece that may fit their window; without any, `pop` takes nothing.
+        full: Peers with as many waiting pieces as allowed, or more.
         has_freed_capacity: Whether a full queue of a peer has gained capacity; the caller resets it.
     """
 
@@ -142,30 +143,29 @@ class PieceQueue:
         self._deferred: OrderedDict[PeerId, None] = OrderedDict()
         self._without_slot: OrderedDict[PeerId, None] = OrderedDict()
         self._num_waiting: dict[PeerId, int] = {}
+        self.full: dict[PeerId, None] = {}
         self.has_freed_capacity = False
 
     def __len__(self) -> int:
         """Return the number of waiting pieces, whatever they wait for."""
         return sum(self._num_waiting.values())
 
-    def has_capacity(self, peers: Iterable[PeerId]) -> bool:
-        """Return whether each of these peers has fewer waiting pieces than allowed."""
-        waiting = self._num_waiting
-        return not waiting or all(waiting.get(peer, 0) < self._limits.queued_chunks for peer in peers)
-
     def expect(self, peer: PeerId) -> None:
         """Count a piece that will be pushed when its data is ready."""
-        self._num_waiting[peer] = self._num_waiting.get(peer, 0) + 1
+        self._num_waiting[peer] = count = self._num_waiting.get(peer, 0) + 1
+        if count >= self._limits.queued_chunks:
+            self.full[peer] = None
 
     def stop_expecting(self, peer: PeerId, count: int) -> None:
         """Note that `count` pieces no longer wait."""
         if not count:
             return
-        before = self._num_waiting[peer]
-        self._num_waiting[peer] = before - count
-        if before == count:
-            del self._num_waiting[peer]
-        self.has_freed_capacity |= before >= self._limits.queued_chunks > before - count
+        left = self._num_waiting.pop(peer) - count
+        if left:
+            self._num_waiting[peer] = left
+        if left < self._limits.queued_chunks and peer in self.full:
+            del self.full[peer]
+            self.has_freed_capacity = True
 
     def push(self, piece: Piece, now: float, *, wants_slot: bool) -> None:
         """Append an expected piece to the queue of its delivery."""

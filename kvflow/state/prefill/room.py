@@ -33,11 +33,6 @@ __all__ = ["Room"]
 
 QUIESCING: Final = (FeedState.QUIESCING, FeedState.SETTLING)
 
-AnnouncedGrant = tuple[PeerId, int, float]
-"""A decode rank, the generation of the grant that it has announced, and until when it may come."""
-
-RoomWaits = tuple[bool, bool, bool, tuple[AnnouncedGrant, ...]]
-
 
 class Room:
     """One room, from its opening until its last write has ended.
@@ -50,9 +45,9 @@ class Room:
         num_delivered: Deliveries whose decode rank has everything.
         num_safe: Deliveries whose writes no longer read the source pages.
         num_quarantined: Deliveries for which this could not be proved in time.
-        waits: What it waits for, as in `now_waits` when its timers were set.
         deadlines: Its timers, and when they were due when they were set.
-        changed: Deliveries whose timers may be out of date.
+        changed: Deliveries that have changed since the last `review`.
+        has_changed: Whether anything has.
         told: Decode ranks without a delivery that know that the room has failed.
         feed: What it accepts from the engine.
         is_finished: Whether the engine has offered the last chunk.
@@ -66,16 +61,14 @@ class Room:
         self.failure: Failure | None = None
         self.deliveries: dict[RankId, Delivery] = {}
         self.announced: dict[PeerId, Announcement] = {}
-        self._announced_until: tuple[AnnouncedGrant, ...] = ()
         self.footprint = NO_MEMORY
-        self.waits: RoomWaits = (False, False, False, ())
         self.deadlines: dict[PrefillTimer, float] = {}
         self.changed: dict[RankId, Delivery] = {}
         self.told: dict[RankId, None] = {}
         self.num_delivered = 0
         self.num_safe = 0
         self.num_quarantined = 0
-        self._needs_review = False
+        self.has_changed = False
         self._context = context
         self.feed = FeedState.OPEN
         self.is_finished = False
@@ -98,11 +91,6 @@ class Room:
         """Number of decode ranks that have granted or announced."""
         return len(self.deliveries) + len(self.announced)
 
-    @property
-    def peers(self) -> list[PeerId]:
-        """Decode ranks that have granted."""
-        return [delivery.id.peer for delivery in self.deliveries.values()]
-
     def pages(self) -> dict[str, bytes]:
         """Return the distinct pages of its chunks by component, encoded as `WIRE_PAGES`."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}
@@ -121,28 +109,26 @@ class Room:
         delivery = self.deliveries.get(peer.rank)
         return delivery if delivery is not None and delivery.id.peer == peer else None
 
-    @property
-    def now_waits(self) -> RoomWaits:
-        """What it waits for now: missing grants, the ends of posts, quiescence, and announced grants."""
-        is_pending = self.state.is_pending
-        lacks_grants = self.is_finished and self.has_lease and self.num_asked != self._num_decode_ranks
-        is_draining = self.state.memory is Memory.DRAINING
-        return is_pending and lacks_grants, is_draining, is_pending and self.feed in QUIESCING, self._announced_until
-
     def deadlines_from(self, now: float) -> dict[PrefillTimer, float]:
-        """Return how long it waits for each of `waits`, if it began to wait now."""
-        lacks_grants, is_draining, is_quiescing, announced = self.waits
+        """Return what it waits for, and until when if it began to wait now."""
         timeouts = self._context.settings.timeouts
         deadlines: dict[PrefillTimer, float] = {
-            GrantOverdue(self.room, peer, generation): until for peer, generation, until in announced
+            GrantOverdue(self.room, peer, one.generation): one.deadline for peer, one in self.announced.items()
         }
-        if lacks_grants:
-            deadlines[RoomUngranted(self.room)] = now + timeouts.grant_s
-        if is_draining:
+        if self.state.memory is Memory.DRAINING:
             deadlines[RoomUndrained(self.room)] = now + timeouts.drain_s
-        if is_quiescing:
+        if not self.state.is_pending:
+            return deadlines
+        if self.is_finished and self.has_lease and self.num_asked != self._num_decode_ranks:
+            deadlines[RoomUngranted(self.room)] = now + timeouts.grant_s
+        if self.feed in QUIESCING:
             deadlines[RoomUnquiesced(self.room)] = now + timeouts.drain_s
         return deadlines
+
+    def start_lease(self) -> None:
+        """Note that decode ranks can know of it from now on."""
+        self.has_lease = True
+        self.has_changed = True
 
     def offer(self, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
@@ -161,7 +147,7 @@ class Room:
         effects: list[PrefillEffect] = []
         for delivery in list(self.deliveries.values()):
             effects += self._feed(delivery, [chunk], now)
-        return [*effects, *self.review()]
+        return effects
 
     def quiesce(self) -> None:
         """Drop pieces that wait in the queue, and chunks that are kept for later grants."""
@@ -177,7 +163,7 @@ class Room:
         self._chunks.clear()
         self._feed_on(FeedSignal.ROLLED_BACK)
 
-    def report_quiesced(self) -> list[PrefillEffect]:
+    def _report_quiesced(self) -> list[PrefillEffect]:
         """Report that no post reads the pages any more, if so; the room must be quiescing."""
         if any(delivery.reads_pages for delivery in self.deliveries.values()):
             return []
@@ -191,15 +177,12 @@ class Room:
         """Record an announcement, which must not be refused by `refusal`."""
         self._num_decode_ranks = announcement.num_decode_ranks
         self.announced[peer] = announcement
-        self._note_announced()
+        self.has_changed = True
 
     def withdraw(self, peer: PeerId) -> None:
         """Drop the announcement of a decode rank."""
         del self.announced[peer]
-        self._note_announced()
-
-    def _note_announced(self) -> None:
-        self._announced_until = tuple((peer, one.generation, one.deadline) for peer, one in self.announced.items())
+        self.has_changed = True
 
     def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
         """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far."""
@@ -210,24 +193,20 @@ class Room:
         granted: list[PrefillEffect] = []
         if self.has_all_grants:
             granted = [ReportGranted(self.room, self._wanted())]
-        return [*granted, *self._feed(delivery, self._chunks, now), *self.review()]
+        return [*granted, *self._feed(delivery, self._chunks, now)]
 
     def post_ended(
         self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
     ) -> list[PrefillEffect]:
         """Note that a post has ended; a failed one ends the room."""
         stopped = self.stop(Signal.FAILED, failure) if failure else []
-        return [*stopped, *delivery.post_ended(seq, is_written=failure is None, lingers=lingers), *self.review()]
+        return [*stopped, *delivery.post_ended(seq, is_written=failure is None, lingers=lingers)]
 
     def post_in_doubt(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
         """Note that the transport cannot tell whether a post has ended, which ends the room."""
         stopped = self.stop(Signal.FAILED, failure)
         delivery.in_doubt()
-        return [*stopped, *self.review()]
-
-    def acknowledged(self, delivery: Delivery) -> list[PrefillEffect]:
-        """Note that one decode rank has everything."""
-        return [*delivery.acknowledged(), *self.review()]
+        return stopped
 
     def cancel(self, delivery: Delivery, cancel: Cancel) -> list[PrefillEffect]:
         """End the room because one decode rank cancelled it."""
@@ -237,10 +216,10 @@ class Room:
     def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
         """End the room without success, and send every decode rank the same reason."""
         if not self.state.is_pending:
-            return self.review()
+            return []
         self.failure = failure
         self.state.apply(signal)
-        self._needs_review = True
+        self.has_changed = True
         effects: list[PrefillEffect] = [self._report()]
         for delivery in self.deliveries.values():
             effects += delivery.stop(signal, failure)
@@ -248,21 +227,18 @@ class Room:
             effects += self._context.refuse(DeliveryId(self.room, peer, announcement.generation), failure)
             self.told[peer.rank] = None
         self.announced.clear()
-        self._note_announced()
-        return [*effects, *self.review()]
+        return effects
 
-    def in_doubt(self) -> list[PrefillEffect]:
+    def in_doubt(self) -> None:
         """Stop waiting for posts that do not end."""
         for delivery in self.deliveries.values():
             if delivery.has_posts:
                 delivery.in_doubt()
-        return self.review()
 
     def release(self) -> list[PrefillEffect]:
         """Release the pages without a proof, at an operator's request."""
+        self.in_doubt()
         for delivery in self.deliveries.values():
-            if delivery.has_posts:
-                delivery.in_doubt()
             delivery.release()
         self.state.apply(Signal.RELEASED)
         return [self._report()]
@@ -286,9 +262,6 @@ class Room:
 
     def review(self) -> list[PrefillEffect]:
         """Derive the room's state from its deliveries, and report it if it has changed."""
-        if not self._needs_review:
-            return []
-        self._needs_review = False
         before = (self.state.outcome, self.state.memory)
         num_deliveries = len(self.deliveries)
         has_all = self.is_finished and num_deliveries == self._num_decode_ranks
@@ -302,7 +275,8 @@ class Room:
         if self.num_quarantined:
             self.state.apply(Signal.IN_DOUBT)
         after = (self.state.outcome, self.state.memory)
-        return [self._report()] if after != before else []
+        effects = [self._report()] if after != before else []
+        return [*effects, *self._report_quiesced()] if self.is_quiescing else effects
 
     def _wanted(self) -> dict[str, TokenRange]:
         """Return the tokens that any decode rank wants, by component."""
@@ -315,11 +289,11 @@ class Room:
     def _feed_on(self, signal: FeedSignal) -> None:
         self.feed = FEED[self.feed, signal]
         self.is_finished = self.feed in (FeedState.FINISHED, FeedState.SETTLING)
-        self._needs_review = True
+        self.has_changed = True
 
     def _on_change(self, delivery: Delivery) -> None:
         self.changed[delivery.id.peer.rank] = delivery
-        self._needs_review = True
+        self.has_changed = True
         state, before = delivery.state, delivery.standing
         now = STANDING[state.outcome, state.memory]
         if now is not before:

@@ -100,12 +100,12 @@ class Rooms:
     def peers_of(self, room: RoomId) -> list[PeerId]:
         """Return the decode ranks that have granted a room."""
         known = self.rooms.get(room)
-        return [] if known is None else known.peers
+        return [] if known is None else [delivery.id.peer for delivery in known.deliveries.values()]
 
     def has_capacity(self, room: RoomId) -> bool:
         """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
-        known = self.rooms.get(room)
-        return known is None or self._context.queue.has_capacity(known.peers)
+        full = self._context.queue.full
+        return not full or full.keys().isdisjoint(self.peers_of(room))
 
     def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
@@ -124,14 +124,14 @@ class Rooms:
         """
         known = self._known(room)
         known.quiesce()
-        return self.follow(known, known.review(), now)
+        return self.follow(known, [], now)
 
     def start_lease(self, room: RoomId, now: float) -> list[PrefillEffect]:
         """Start the lease of a room, whose ticket has left; it may have ended."""
         known = self.rooms.get(room)
         if known is None:
             return []
-        known.has_lease = True
+        known.start_lease()
         return self.follow(known, [], now)
 
     def reclaim(self, room: RoomId, failure: Failure, now: float, *, with_announced: bool) -> list[PrefillEffect]:
@@ -195,7 +195,7 @@ class Rooms:
         room, delivery = self.find_delivery(DeliveryId(ack.room, peer.id, ack.generation))
         if room is None or delivery is None:
             return [] if ack.generation in peer.closed else [CountAnomaly("ack_of_unknown_transfer", peer.id, ack.room)]
-        return self.follow(room, room.acknowledged(delivery), now)
+        return self.follow(room, delivery.acknowledged(), now)
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
         """Fail every room that a lost decode rank still waits for."""
@@ -262,7 +262,7 @@ class Rooms:
                     self._context.slots.posted(plan.delivery, plan.seq, notice)
                 case PostPlan():
                     self._context.queue.release_slots(plan.delivery, plan.seq)
-        return effects if room is None else self.follow(room, [*effects, *room.review()], now)
+        return effects if room is None else self.follow(room, effects, now)
 
     def piece_went_direct(self, event: PieceWentDirect) -> list[PrefillEffect]:
         """Take back the slots of a piece that was written directly."""
@@ -287,7 +287,7 @@ class Rooms:
         delivery.not_posted(event.seq)
         stopped = room.stop(Signal.FAILED, event.failure)
         settled = delivery.post_ended(event.seq, is_written=False)
-        return self.follow(room, [*stopped, *settled, *room.review()], now)
+        return self.follow(room, [*stopped, *settled], now)
 
     def post_ended(self, event: PostEnded, now: float) -> list[PrefillEffect]:
         """Note that a post has ended."""
@@ -331,7 +331,8 @@ class Rooms:
                 return [] if room is None or delivery is None else self.follow(room, delivery.retransmit(), now)
             case RoomUndrained(number):
                 room = self._known(number)
-                return self.follow(room, room.in_doubt(), now)
+                room.in_doubt()
+                return self.follow(room, [], now)
             case RoomUnquiesced(number):
                 detail = f"writes that have begun still need their pages after {self._timeouts.drain_s} s"
                 failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
@@ -367,25 +368,20 @@ class Rooms:
         return self.follow(room, room.stop(Signal.FAILED, failure), now)
 
     def follow(self, room: Room, effects: list[PrefillEffect], now: float) -> list[PrefillEffect]:
-        """Update the timers after a step of a room, and drop the room once it is over."""
-        if room.is_quiescing:
-            effects = [*effects, *room.report_quiesced()]
-        for delivery in room.changed.values():
-            self._watch(delivery, now)
+        """Review a room after a step, update its timers, and drop it once it is over."""
+        if not room.has_changed:
+            return effects
+        effects = [*effects, *room.review()]
+        changed: list[Room | Delivery] = [*room.changed.values(), room]
+        for waiting in changed:
+            waiting.deadlines = self._timers.sync(waiting.deadlines, waiting.deadlines_from(now))
         room.changed.clear()
-        self._watch(room, now)
+        room.has_changed = False
         if room.state.memory is Memory.QUARANTINED:
             self._quarantine.add_pages(room.room, room.footprint)
         if room.state.is_safe and not room.state.is_pending:
             self._end_room(room)
         return effects
-
-    def _watch(self, waiting: Room | Delivery, now: float) -> None:
-        """Update the timers of a room or a delivery if it waits for something else than before."""
-        waits = waiting.now_waits
-        if waits != waiting.waits:
-            waiting.waits = waits
-            waiting.deadlines = self._timers.sync(waiting.deadlines, waiting.deadlines_from(now))
 
     def _end_room(self, room: Room) -> None:
         del self.rooms[room.room]

@@ -282,10 +282,9 @@ def test_a_post_in_doubt_gives_its_credit_back_once() -> None:
 def test_capacity_counts_pieces_that_wait_for_their_data_too() -> None:
     queue = PieceQueue(Bounds(queued_chunks=2, ageing_s=AGEING_S))
     queue.expect(PEERS[0])
-    assert queue.has_capacity(PEERS)
+    assert not queue.full
     queue.expect(PEERS[0])
-    assert not queue.has_capacity(PEERS)
-    assert queue.has_capacity(PEERS[1:])
+    assert list(queue.full) == PEERS[:1]
     assert len(queue) == 2
 
 

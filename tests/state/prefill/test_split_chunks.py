@@ -93,11 +93,11 @@ def test_what_is_in_other_memory_is_a_piece_of_its_own() -> None:
     (route,) = compile_routes({0: both}, both, decode_rank=0)
     link = peer_route(both, both, route)
     device, ranges = Device(), {"kv": (0, 4), "state": (0, 4)}
-    whole = Chunk((0, 4), {}, ready=device, last=True, metadata=b"m")
+    whole = Chunk((0, 4), {}, ready=device, last=True)
     parts = split_chunk(whole, ranges, grant(tokens=(0, 4)), ranges, link)
-    assert [(part.ranges, part.ready, part.last, part.metadata) for part in parts] == [
-        ({"kv": (0, 4)}, device, False, b""),
-        ({"state": (0, 4)}, device, True, b"m"),
+    assert [(part.ranges, part.ready, part.last) for part in parts] == [
+        ({"kv": (0, 4)}, device, False),
+        ({"state": (0, 4)}, device, True),
     ]
     assert len(split_chunk(whole, {"kv": (0, 4)}, grant(tokens=(0, 4)), ranges, link)) == 1
 
