@@ -25,7 +25,6 @@ import anyio
 import zmq
 
 from kvflow.addresses import check_bind, join_address, split_address
-from kvflow.control.backlog import Backlog
 from kvflow.control.curve import ZapAuthenticator, be_server
 from kvflow.control.dialer import ZmqConnection
 from kvflow.control.intake import Intake
@@ -42,6 +41,7 @@ from kvflow.control.sockets import (
 from kvflow.control.tcp import Tcp, accept_connects, has_arrivals, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
+from kvflow.gate.unread import GRACE_S, MAX_PAUSE_S, MUCH_BYTES
 from kvflow.hosts import host_towards
 from kvflow.ports import OnKindRefused, ignore_kind_refused
 from kvflow.resources import check_shortage, descriptors, find_shortage
@@ -55,16 +55,6 @@ ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 EVENTS: Final = ACCEPTED | DISCONNECTED
 """HANDSHAKE_FAILED_PROTOCOL is left out, as in `control/dialer`."""
-
-GRACE_S: Final = 0.02
-"""How long messages may wait after a connection has ended before no further connection is accepted, in seconds."""
-
-MUCH_BYTES: Final = 2**20
-"""If a connection that has ended left more unread than this, no further connection is accepted from now on."""
-
-MAX_PAUSE_S: Final = 2.0
-"""How long no connection is accepted at most while messages of connections that have ended are being read, in seconds.
-"""
 
 NEXT_ARRIVAL_S: Final = 0.02
 SHORTAGE_S: Final = 1.0
@@ -158,7 +148,6 @@ class ZmqListener:
         ports.add(self._fd)
         self._tcp = Tcp(self._socket, self._port, is_encrypted=self._authenticator is not None)
         self._intake = Intake(self._socket, self._tcp, self._on_refused, self._events.take_all)
-        self._backlog = Backlog(self._tcp, self._intake.cut)
         self._routes = Routes()
         self._inbox = Inbox(self._socket, self._deliver, self._go_on_accepting, receive=self._receive)
         self._await_arrival()
@@ -253,13 +242,13 @@ class ZmqListener:
         route = self._routes.find(connection)
         if route is None:
             raise Unreachable("peer is not connected")
-        if not self._backlog.admits(route.fd):
+        if not self._intake.may_send(route.fd):
             raise Unreachable("queue to the peer is full")
         try:
             send(self._socket, [route.routing_id, payload])
         finally:
             self._inbox.schedule_read()
-        self._backlog.sent(route.fd, len(payload))
+        self._intake.note_sent(route.fd, len(payload))
 
     def names_of(self, connection: bytes) -> tuple[str, ...]:
         """Return the instances that the peer of a connection may act for, see `kvflow.ports.Listener.names_of`."""
@@ -330,12 +319,9 @@ class ZmqListener:
         event, fd = struct.unpack("=Hi", frames[0])
         if event == ACCEPTED:
             self._intake.watch(fd)
-            self._backlog.watch(fd)
             return
         is_refusal = self._authenticator is not None and self._intake.is_unheard(fd)
-        num_left = self._intake.bytes_left(fd)
-        self._intake.forget(fd)
-        self._backlog.forget(fd)
+        num_left = self._intake.forget(fd)
         self._routes.forget(fd)
         self._look_for_leftovers(num_left)
         if is_refusal:

@@ -18,10 +18,9 @@ from typing import Final, NamedTuple
 import zmq
 
 from kvflow.addresses import split_address
-from kvflow.control.backlog import Backlog
 from kvflow.control.curve import be_client
 from kvflow.control.diagnosis import Diagnosis, diagnose
-from kvflow.control.intake import MAX_WAITING_BYTES, Intake
+from kvflow.control.intake import Intake
 from kvflow.control.routes import introduce, new_name
 from kvflow.control.sockets import (
     LINGER_MS,
@@ -36,6 +35,7 @@ from kvflow.control.sockets import (
 )
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
+from kvflow.gate.unread import MAX_WAITING_BYTES
 from kvflow.ports import OnObstacle, OnRefused, ignore_obstacle, ignore_refusal
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
@@ -130,7 +130,6 @@ class _DialedSocket:
         _, port = split_address("endpoint", endpoint)
         self._tcp = Tcp(zmq_socket, port, is_encrypted=is_encrypted)
         self._intake = Intake(zmq_socket, self._tcp, lambda _kind, detail: callbacks.on_refused(detail))
-        self._backlog = Backlog(self._tcp, self._intake.cut)
         self._inbox = Inbox(zmq_socket, callbacks.on_message, self._tell_if_broken, self._receive)
         self._events = Inbox(monitor, self._take_event)
         try:
@@ -145,13 +144,13 @@ class _DialedSocket:
         Raises:
             Unreachable: The queue is full, or the connection has broken.
         """
-        if not self._backlog.admits(self._fd):
+        if not self._intake.may_send(self._fd):
             raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
         try:
             send(self._socket, [payload], endpoint=self._endpoint)
         finally:
             self._inbox.schedule_read()
-        self._backlog.sent(self._fd, len(payload))
+        self._intake.note_sent(self._fd, len(payload))
 
     def close(self) -> None:
         """Close the line. Queued messages are still sent within a time limit, unless the other end has stopped reading.
@@ -176,7 +175,6 @@ class _DialedSocket:
         elif event == CONNECTED:
             self._fd = value
             self._intake.watch(value)
-            self._backlog.watch(value)
             self._failure = _Failure.MISFIT
         elif event == HANDSHAKE_SUCCEEDED:
             self.is_made = True
@@ -190,7 +188,6 @@ class _DialedSocket:
 
     def _ended(self) -> None:
         self._intake.forget(self._fd)
-        self._backlog.forget(self._fd)
         if self.is_made:
             self.is_made = False
             self._is_broken = True

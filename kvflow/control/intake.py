@@ -1,4 +1,4 @@
-"""Reads messages from sockets, and closes connections that send faster than they are read, or that have gone silent.
+"""Reads messages from sockets, counts what is sent, and closes connections that the gate cuts (`kvflow.gate`).
 
 Receive queues have no limit, because libzmq 4.3.5 aborts the process when a connection with a full queue breaks. A
 multipart message has no limit either: libzmq buffers its parts until the last one. So this module compares the bytes
@@ -11,34 +11,23 @@ because libzmq 4.3.5 measures it only after a heartbeat, and stops when a messag
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 
-from kvflow.control.sockets import HEARTBEAT_MS, NOBLOCK, SILENCE_MS, ZmqSocket
+from kvflow.control.sockets import NOBLOCK, ZmqSocket
 from kvflow.control.tcp import Tcp, is_listener
-from kvflow.gate.sizes import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from kvflow.gate.unread import UnreadBytes
+from kvflow.gate.unsent import UnsentBytes
+from kvflow.gate.verdict import Cut
 from kvflow.ports import OnKindRefused
 
-__all__ = ["MAX_ANSWERS_BYTES", "MAX_WAITING_BYTES", "MAX_WAITING_IN_ALL_BYTES", "Intake"]
-
-MAX_WAITING_BYTES: Final = 8 * MAX_REQUEST_BYTES
-"""Limit of unread bytes of one connection to a listener. A decode rank that grants 16,384 rooms at once sends less than
-half of it (`kvflow.state.decode.room.PAGES_INLINE_IN_ALL`)."""
-
-MAX_WAITING_IN_ALL_BYTES: Final = 32 * MAX_REQUEST_BYTES
-"""Limit of unread bytes of all connections to a listener."""
-
-MAX_ANSWERS_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-"""Limit of unread bytes of a connection that this process has opened."""
+__all__ = ["Intake"]
 
 LISTENER_CHECK_S: Final = 0.25
 CONNECTION_CHECK_S: Final = 1.0
 """Longer than for listeners, because there is one such socket per peer, and this process has chosen those peers."""
-
-COMMAND_BYTES: Final = 256
-"""Allowance for heartbeats and the end of a handshake between two checks."""
 
 DROPPED_AT_ONCE: Final = 1_024
 """Message parts that are dropped before yielding to the event loop."""
@@ -53,10 +42,6 @@ LOOKED_AT_ONCE: Final = 128
 
 MAX_BROKEN: Final = 4_096
 """Maximum number of closed connections whose unread messages are recognised."""
-
-MAX_SILENCE_MS: Final = HEARTBEAT_MS + SILENCE_MS
-"""Maximum silence of a connection to a listener after its first message, when its handshake is done and heartbeats
-follow."""
 
 SRCFD: Final = int(zmq.SRCFD)
 
@@ -95,19 +80,14 @@ class Intake:
         self._take_news = take_news
         has_ids = is_listener(zmq_socket)
         self._num_ids = int(has_ids)
-        self._max_bytes = MAX_WAITING_BYTES if has_ids else MAX_ANSWERS_BYTES
-        self._max_in_all = MAX_WAITING_IN_ALL_BYTES if has_ids else MAX_ANSWERS_BYTES
+        self._unread = UnreadBytes(is_listener=has_ids)
+        self._unsent = UnsentBytes(self._acked)
         self._check_s = LISTENER_CHECK_S if has_ids else CONNECTION_CHECK_S
         self._loop = asyncio.get_running_loop()
-        self._taken: dict[int, int] = {}
-        self._left: dict[int, int] = {}
         self._owners: dict[int, bytes] = {}
-        self._ended: dict[bytes, int] = {}
         self._broken: OrderedDict[bytes, None] = OrderedDict()
         self._nameless: set[int] = set()  # closed before a message of it was read
         self._doubtful: set[int] = set()  # used before by a connection that ended before a message of it was read
-        self._unheard: set[int] = set()
-        self._suspects: set[int | bytes] = set()
         self.num_bytes = 0
         self._name = b""
         self._look_at = 0.0
@@ -138,7 +118,7 @@ class Intake:
         try:
             frame = self._socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
-            self._ended.clear()  # nothing is left of connections that have ended
+            self._unread.ended.clear()  # nothing is left of connections that have ended
             for fd in self._doubtful:
                 self._owners.pop(fd, None)
             self._doubtful.clear()
@@ -158,7 +138,7 @@ class Intake:
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
         self._take_news()  # the descriptor may belong to a new connection by now
-        if fd in self._nameless and name not in self._ended:
+        if fd in self._nameless and name not in self._unread.ended:
             self._broken[name] = None
             self._is_in_rest = frame.more
             return []
@@ -179,7 +159,7 @@ class Intake:
         While that is in doubt, both count as the connection, so that the one that exists is answered.
         """
         owner = self._owners.get(fd)
-        if (owner is None or fd in self._doubtful) and fd in self._taken and name not in self._ended:
+        if (owner is None or fd in self._doubtful) and fd in self._unread and name not in self._unread.ended:
             owner = self._owners[fd] = name
         return fd if owner == name else -1
 
@@ -189,59 +169,73 @@ class Intake:
         for part in parts:
             num_bytes += self._tcp.bytes_on_wire(len(part))
         self.num_bytes += num_bytes
-        if self.fd in self._taken:
-            self._unheard.discard(self.fd)
-            self._taken[self.fd] += num_bytes
+        if self.fd in self._unread:
+            self._unread.note_read(self.fd, num_bytes)
             if self._loop.time() >= self._look_at:
                 self._look_at_some()
-        elif self._name in self._ended:
-            self._ended[self._name] = max(self._ended[self._name] - num_bytes, 0)
+        elif self._name in self._unread.ended:
+            self._unread.ended[self._name] = max(self._unread.ended[self._name] - num_bytes, 0)
 
     def watch(self, fd: int) -> None:
         """Watch a new connection, by its descriptor."""
         self.forget(fd)
         self._nameless.discard(fd)
-        self._taken[fd] = self._left[fd] = 0
-        self._unheard.add(fd)
+        self._unread.watch(fd)
+        self._unsent.watch(fd)
         if self._timer is None:
             self._timer = self._loop.call_later(self._check_s, self._check)
 
     def is_watched(self, fd: int) -> bool:
         """Return whether a connection exists and has not been closed from this side."""
-        return fd in self._taken
+        return fd in self._unread
 
     def is_unheard(self, fd: int) -> bool:
         """Return whether a connection exists and has not delivered a message."""
-        return fd in self._unheard
+        return self._unread.is_unheard(fd)
 
-    def bytes_left(self, fd: int) -> int:
-        """Return how many bytes of a connection are unread, as far as is known when it has ended."""
-        return self._left.get(fd, 0)
+    def may_send(self, fd: int) -> bool:
+        """Return whether another message may be sent over a connection. Closes those whose peers do not read."""
+        self._carry_out(self._unsent.excessive(fd))
+        return fd in self._unsent
 
-    def forget(self, fd: int) -> None:
-        """Stop watching a connection, which has ended. What it has sent still counts until it is read."""
-        self._unheard.discard(fd)
-        self._suspects.discard(fd)
-        name, left = self._owners.pop(fd, None), self._left.pop(fd, 0)
-        if self._taken.pop(fd, None) is not None and name is None:
+    def note_sent(self, fd: int, length: int) -> None:
+        """Record that a message of `length` bytes was queued for a connection."""
+        self._unsent.note_sent(fd, self._tcp.bytes_on_wire(length))
+
+    def forget(self, fd: int) -> int:
+        """Stop watching a connection, which has ended. What it has sent still counts until it is read.
+
+        Returns:
+            How many bytes of it are unread, as far as known.
+        """
+        name = self._owners.pop(fd, None)
+        if fd in self._unread and name is None:
             self._doubtful.add(fd)
+        left = self._unread.forget(fd)
+        self._unsent.forget(fd)
         if name is not None and name not in self._broken:
-            self._ended[name] = left
+            self._unread.ended[name] = left
+        return left
 
     def cut(self, fd: int, why: str) -> None:
         """Close a connection, and drop its unread messages."""
-        if fd in self._taken and self._tcp.shut(fd):
+        if fd in self._unread and self._tcp.shut(fd):
             name = self._owners.get(fd)
             if name is None:
                 self._nameless.add(fd)
             self._break(name, why)
-            left = self._left[fd]
-            self.forget(fd)
-            self._left[fd] = left
+            self._unread.keep_left(fd, self.forget(fd))
+
+    def _carry_out(self, cuts: Sequence[Cut]) -> None:
+        for one, why in cuts:
+            if isinstance(one, int):
+                self.cut(one, why)
+            else:
+                self._break(one, why)
 
     def cut_sender(self, why: str) -> None:
         """Close the connection of the latest message, and drop its unread messages. It may have ended."""
-        if self.fd in self._taken:
+        if self.fd in self._unread:
             self.cut(self.fd, why)
         elif self._name not in self._broken:
             self._break(self._name, why)
@@ -249,7 +243,7 @@ class Intake:
     def _break(self, name: bytes | None, why: str) -> None:
         if name is not None:
             self._broken[name] = None
-            self._ended.pop(name, None)
+            self._unread.ended.pop(name, None)
             while len(self._broken) > MAX_BROKEN:
                 self._broken.popitem(last=False)
         self._on_refused("connection_cut", why)
@@ -258,18 +252,18 @@ class Intake:
         """Stop watching all connections."""
         if self._timer is not None:
             self._timer.cancel()
-        self._taken.clear()
+        for fd in self._unread.fds():
+            self._unread.forget(fd)
 
     def _check(self) -> None:
-        self._check_some(list(self._taken))
+        self._check_some(self._unread.fds())
 
     def _check_some(self, fds: list[int]) -> None:
         """Look at some connections, and at the others in later turns; then close those over their limits."""
         for fd in fds[:LOOKED_AT_ONCE]:
-            if fd in self._taken:
-                self._taken[fd] += COMMAND_BYTES
-                silence_ms = self._note_unread(fd)
-                if self._num_ids and silence_ms > MAX_SILENCE_MS and fd not in self._unheard:
+            if fd in self._unread:
+                self._unread.allow_commands(fd)
+                if self._note_unread(fd):
                     self._tcp.shut(fd)  # libzmq then reports its end
         if len(fds) > LOOKED_AT_ONCE:
             self._timer = self._loop.call_soon(self._check_some, fds[LOOKED_AT_ONCE:])
@@ -277,45 +271,27 @@ class Intake:
             self._close_excessive()
 
     def _close_excessive(self) -> None:
-        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._taken if self._left[fd]} | self._ended
-        in_all = sum(waiting.values())
-        suspects = set()
-        for one in sorted(waiting, key=lambda one: (one in self._ended, waiting[one]), reverse=True):
-            if waiting[one] <= self._max_bytes and in_all <= self._max_in_all:
-                continue
-            suspects.add(one)
-            in_all -= waiting[one]
-        for one in suspects & self._suspects:
-            why = f"{waiting[one]} of its bytes were waiting to be read"
-            if isinstance(one, int):
-                self.cut(one, why)
-            elif one in self._ended:
-                self._break(one, why)
-        self._suspects = suspects & (self._taken.keys() | self._ended.keys())
-        is_needed = self._taken or self._ended
+        self._carry_out(self._unread.excessive())
+        is_needed = self._unread.fds() or self._unread.ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
     def _look_at_some(self) -> None:
         """Look at the connections whose turn it is, and note when the next ones have theirs."""
         start = self._loop.time()
         if not self._next_fds:
-            self._next_fds = list(self._taken)
+            self._next_fds = self._unread.fds()
         now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
         for fd in now:
-            if fd in self._taken:
+            if fd in self._unread:
                 self._note_unread(fd)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))
 
-    def _note_unread(self, fd: int) -> int:
-        """Note how many received bytes of a connection are unread, less an allowance for heartbeats.
-
-        Returns:
-            The time since data was last received, in milliseconds; 0 if unknown.
-        """
+    def _note_unread(self, fd: int) -> bool:
+        """Note how many received bytes of a connection are unread; return whether it has been silent for too long."""
         counts = self._tcp.counts(fd)
-        if counts is None:
-            return 0
-        self._taken[fd] = min(self._taken[fd], counts.received)
-        self._left[fd] = counts.received - self._taken[fd]
-        return counts.silence_ms
+        return counts is not None and self._unread.note_received(fd, counts.received, counts.silence_ms)
+
+    def _acked(self, fd: int) -> int | None:
+        counts = self._tcp.counts(fd)
+        return None if counts is None else counts.acked

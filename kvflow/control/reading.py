@@ -4,29 +4,23 @@ A thread that parses a long message still competes for the GIL. But only one mes
 loop runs in between.
 """
 
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from kvflow.errors import RemoteProtocolError, ThreadShortage
+from kvflow.gate.queued import QueuedMessages
 from kvflow.gate.sizes import Unread
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Ports
 from kvflow.wire.codec import Reader
 from kvflow.wire.messages import Message
 
-__all__ = ["MAX_WAITING_BYTES", "OrderedReading", "ReadingContext"]
-
-MAX_WAITING_BYTES: Final = 16 * 2**20
-"""Limit per principal for queued messages: long ones, and those that arrived after them."""
-
-OVERHEAD_BYTES: Final = 256
-"""Counted for each queued message in addition to its bytes."""
+__all__ = ["OrderedReading", "ReadingContext"]
 
 Read = TypeVar("Read", bound=Message)
 Result = TypeVar("Result")
@@ -62,31 +56,6 @@ class ReadingContext:
             return function()
 
 
-class _UnreadMessages:
-    """The queued messages of one principal.
-
-    Attributes:
-        waiting: Messages with their connections; the first one is being parsed.
-        connections: Number of queued messages by connection.
-        num_bytes: Total size of the queued messages, including overhead.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[tuple[bytes, Unread]] = deque()
-        self.connections: Counter[bytes] = Counter()
-        self.num_bytes = 0
-
-    def add_message(self, connection: bytes, unread: Unread) -> None:
-        self.waiting.append((connection, unread))
-        self.connections[connection] += 1
-        self.num_bytes += len(unread.data) + OVERHEAD_BYTES
-
-    def drop_first(self) -> None:
-        connection, unread = self.waiting.popleft()
-        self.connections[connection] -= 1
-        self.num_bytes -= len(unread.data) + OVERHEAD_BYTES
-
-
 class OrderedReading(Generic[Read]):
     """Parses the messages of many connections, and delivers those of each connection in order of arrival.
 
@@ -117,7 +86,7 @@ class OrderedReading(Generic[Read]):
         self._on_message = on_message
         self._on_refused = on_refused
         self._on_postponed = on_postponed
-        self._lines: dict[str, _UnreadMessages] = {}
+        self._lines: dict[str, QueuedMessages] = {}
 
     def parse_message(self, connection: bytes, unread: Unread) -> None:
         """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now."""
@@ -130,13 +99,10 @@ class OrderedReading(Generic[Read]):
             self._read(connection, unread)
             return
         if line is None:
-            line = self._lines[principal] = _UnreadMessages()
+            line = self._lines[principal] = QueuedMessages()
             self._context.start_task(self._work_off, principal, line)
-        if line.num_bytes + len(unread.data) > MAX_WAITING_BYTES:
-            self._context.anomalies.postpone("message_over_budget", num_bytes=line.num_bytes)
+        if not self._context.anomalies.carry_out(line.add_message(connection, unread), num_bytes=line.num_bytes):
             self._on_postponed(connection, unread)
-            return
-        line.add_message(connection, unread)
 
     def _read(self, connection: bytes, unread: Unread) -> None:
         try:
@@ -146,7 +112,7 @@ class OrderedReading(Generic[Read]):
         else:
             self._on_message(connection, message, len(unread.data))
 
-    async def _work_off(self, principal: str, line: _UnreadMessages) -> None:
+    async def _work_off(self, principal: str, line: QueuedMessages) -> None:
         while line.waiting:
             connection, unread = line.waiting[0]
             with suppress(RemoteProtocolError):  # a callback wants to close the connection; the next message does so

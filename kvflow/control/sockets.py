@@ -14,6 +14,7 @@ import zmq
 
 from kvflow.errors import Unreachable
 from kvflow.gate.sizes import MAX_MESSAGE_BYTES
+from kvflow.gate.unread import MAX_SILENCE_MS
 from kvflow.resources import check_threads, descriptors
 
 __all__ = [
@@ -43,8 +44,9 @@ MESSAGES_AT_ONCE: Final = 16
 HEARTBEAT_MS: Final = 400
 """Interval between two heartbeats of a connection."""
 
-SILENCE_MS: Final = 1_200
-"""Silence after which a connection is closed and re-established; well below a peer's lease, which is 3 s by default.
+SILENCE_MS: Final = MAX_SILENCE_MS - HEARTBEAT_MS
+"""Silence after which a connection is closed and re-established; 1.2 s, well below a peer's lease, which is 3 s by
+default.
 
 Only a complete message ends the silence, so a message that takes longer to arrive never gets through.
 """

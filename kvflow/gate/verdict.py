@@ -38,11 +38,11 @@ class Cut(NamedTuple):
     """The decision to close a connection.
 
     Attributes:
-        fd: Its descriptor.
+        one: Its descriptor; the routing id if it has ended, and what is left of it is dropped.
         why: The reason.
     """
 
-    fd: int
+    one: int | bytes
     why: str
 
 

@@ -12,9 +12,10 @@ import pytest
 import zmq
 
 from kvflow.control import channel, intake
-from kvflow.control.intake import CONNECTION_CHECK_S, MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, Intake
+from kvflow.control.intake import CONNECTION_CHECK_S, Intake
 from kvflow.control.sockets import HEARTBEAT_MS, SILENCE_MS
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
+from kvflow.gate.unread import MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, MUCH_BYTES
 from kvflow.trust import PLAIN, ClientKeys, Trust
 from tests.control.ends import Client, Server
 from tests.support.trusts import new_trust, trusting
@@ -110,7 +111,7 @@ async def test_what_was_taken_waits_no_longer(with_keys: bool) -> None:
         await until(lambda: len(server.received) == len(client.received) == 4_000)
         assert client.connection._line is not None
         for own in (server.listener._intake, client.connection._line._intake):
-            own._max_bytes = own._max_in_all = 2_000
+            own._unread._most = own._unread._most_in_all = 2_000
         await anyio.sleep(2 * CONNECTION_CHECK_S)
         assert (client.num_lost, server.kinds, client.refused) == (0, [], [])
 
@@ -266,10 +267,10 @@ async def test_nobody_is_accepted_from_the_moment_that_much_is_left(
     with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
         intake = server.listener._intake
         await anyio.to_thread.run_sync(send_mib, raw, 2)
-        await until(lambda: any(intake.bytes_left(fd) > channel.MUCH_BYTES for fd in intake._taken))
+        await until(lambda: any(left > MUCH_BYTES for left in intake._unread._left.values()))
         assert not server.listener._is_paused
         if is_cut:
-            intake.cut(next(iter(intake._taken)), "a reason")
+            intake.cut(intake._unread.fds()[0], "a reason")
         else:
             raw.reset()
         await until(lambda: server.listener._is_paused)
@@ -298,4 +299,4 @@ async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.Monk
             await anyio.to_thread.run_sync(send_mib, raw, 1)
         await until(lambda: server.listener._is_paused)
         with closing(Client(server.endpoint)):
-            await until(lambda: server.listener._intake._taken)
+            await until(server.listener._intake._unread.fds)
