@@ -12,7 +12,7 @@ import anyio.lowlevel
 import msgspec
 from typing_extensions import Unpack, override
 
-from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.checks import check_argument
 from kvflow.config import DecodeConfig
@@ -338,6 +338,7 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         self._compiler = RouteCompiler(self._context, self.layout)
         self._proofs = PeerProofs(self._context, backend)
         self._aggregate = Aggregate(self._context, self.layout, backend, self._staging)
+        self._arrived.take = self._aggregate.handle_event
         self._start(self._core.handle, settings)
 
     @override
@@ -387,10 +388,6 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
         if effect.memory is Memory.SAFE:
             self._aggregate.drop(effect.generation)
         self._transfers.report(effect.generation, effect)
-
-    @override
-    def _take_backend_event(self, event: BackendEvent) -> None:
-        self._aggregate.handle_event(event)
 
     def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
         self.dispatch(ev.InstanceFound(instance, records, number))

@@ -56,6 +56,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         self._is_broken = False
         self._alarm: Alarm
         self._core: Callable[[AnyEvent, float], Sequence[AnyEffect]]
+        self._handle: Callable[[AnyEvent, float], Sequence[AnyEffect]]
         self._recorder: Recorder | None = None
 
     def start(
@@ -69,6 +70,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
             recorder: Records the events, if any.
         """
         self._core, self._alarm, self._recorder = core, alarm, recorder
+        self._handle = core if recorder is None else self._handle_and_record
 
     def submit(self, event: AnyEvent) -> None:
         """Pass a request of the engine to the core, and carry out the effects.
@@ -80,7 +82,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         if self._is_dispatching:
             raise LocalProtocolError("rank cannot be used from within its own callbacks")
         try:
-            effects = self._handle(event)
+            effects = self._handle(event, self._now())
         except (LocalProtocolError, CapacityExceeded, RankDraining):
             raise
         except Exception as error:
@@ -131,7 +133,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
                 if not self._events or self._is_broken:
                     break
                 event, effects, num_done = self._events.popleft(), (), 0
-                effects = self._handle(event)
+                effects = self._handle(event, self._now())
             self._alarm.check()
         except BaseException as error:
             left = [type(effect).__name__ for effect in effects[num_done:]]
@@ -145,10 +147,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
             if self._is_broken:
                 self._events.clear()
 
-    def _handle(self, event: AnyEvent) -> Sequence[AnyEffect]:
-        now = self._now()
-        if self._recorder is None:
-            return self._core(event, now)
+    def _handle_and_record(self, event: AnyEvent, now: float) -> Sequence[AnyEffect]:
         try:
             effects = self._core(event, now)
         except KvflowError as error:
@@ -163,7 +162,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         try:
             self._recorder.record(event, now, effects, error)
         except OSError as failure:  # such as a full disk; the rank continues without recording
-            self._recorder = None
+            self._recorder, self._handle = None, self._core
             self._log.error("recording_ended", detail=str(failure))
 
     def _trace(self, event: Any, effects: Sequence[Any]) -> None:

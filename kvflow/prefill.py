@@ -8,7 +8,7 @@ import anyio.lowlevel
 from typing_extensions import Unpack, override
 
 from kvflow.aio.flag import Flag
-from kvflow.backends.base import Backend, BackendEvent
+from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.bounds import Bounds
 from kvflow.checks import check_argument
@@ -183,6 +183,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             staging = LocalStaging(self._staging, self.layout, backend.view, self.config, overhead_s)
         agents = PeerAgents()
         self._submit = Submit(self._context, backend, agents)
+        self._arrived.take = self._submit.handle_event
         self._listener = self._ports.control.listen(
             self.config.bind, self.config.advertise, self._on_message, trust=self._trust, on_refused=self._refused
         )
@@ -202,7 +203,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         self._core = PrefillCore(self.me, settings)
         self._grants = GrantCollector(self._context, self._core, settings, self._send)
         self._start(self._handle, settings)
-        self.line = CapacityLine(self._core.rooms.has_capacity, self._core.rooms.peers_of)
+        self.line = CapacityLine(self._core.queue.full, self._core.rooms.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._gate = ListenerGate(self._listener.names_of)
@@ -381,10 +382,6 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
         except Unreachable as error:
             self.dispatch(ev.ReplyLost(connection))
             self._anomalies.count("message_lost", stage=Stage.BOOTSTRAP.value, detail=str(error))
-
-    @override
-    def _take_backend_event(self, event: BackendEvent) -> None:
-        self._submit.handle_event(event)
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:

@@ -132,7 +132,8 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
             self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
         )
-        self.dispatch, self.now = self._dispatcher.dispatch, self._ports.now
+        self.request, self.dispatch = self._dispatcher.submit, self._dispatcher.dispatch
+        self.now = self._ports.now
         self.footprint = self._transfers.footprint
         self._tasks = OwnedTasks(self._dispatcher.break_down)
         self.start_task = self._tasks.start
@@ -147,7 +148,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             pulse=self._pulse,
             anomalies=self._anomalies,
         )
-        self._arrived = YieldingQueue[BackendEvent](self._take_backend_event, self._dispatcher.fail, EVENTS_AT_ONCE)
+        self._arrived = YieldingQueue[BackendEvent](self._dispatcher.fail, EVENTS_AT_ONCE)
         self._is_draining = False
         self._resources = ExitStack()
 
@@ -281,16 +282,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # The core -------------------------------------------------------------------------------------------------------
 
-    def request(self, event: AnyEvent | SharedEvent) -> None:
-        """Pass a request of an open transfer to the core, and carry out the effects. Call it on the rank's event loop.
-
-        Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining: The request is not allowed now; nothing has changed.
-            RankBroken: The rank is broken.
-        """
-        self.check_usable()
-        self._dispatcher.submit(event)
-
     def _start(
         self,
         handle: Callable[[AnyEvent | SharedEvent, float], Sequence[AnyEffect]],
@@ -337,7 +328,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         before = self._transfers.add(key, transfer)
         self._pulse.start()
         try:
-            self._dispatcher.submit(event)
+            self.request(event)
         except KvflowError as error:
             self._transfers.remove_refused(key, transfer, before)
             self._note_refused(event, self.failure(reason_of(error), str(error)))
@@ -404,7 +395,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Create the core, sockets and stages on the event loop, and add what must be closed to `_resources`."""
+        """Create the core, sockets and stages on the event loop, and add what must be closed to `_resources`.
+
+        Set what takes the events of the transport, too: `_arrived.take`.
+        """
 
     @abc.abstractmethod
     def _apply_trust(self, trust: Trust) -> None:
@@ -417,10 +411,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     @abc.abstractmethod
     def _perform(self, effect: AnyEffect) -> None:
         """Carry out an effect."""
-
-    @abc.abstractmethod
-    def _take_backend_event(self, event: BackendEvent) -> None:
-        """Handle an event from the transport."""
 
     def _listens_at(self) -> str:
         """Return the address at which others connect to this rank; empty if it only connects to others."""

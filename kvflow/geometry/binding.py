@@ -111,8 +111,6 @@ class CopyGroup:
 
     def of_layers(self, layers: LayerRange) -> "CopyGroup":
         """Return the group restricted to the slices of some layers."""
-        if layers == ALL_LAYERS:
-            return self
         chosen = layers_within(self.layers, layers)
         return dataclasses.replace(
             self, layers=self.layers[chosen], src_bases=self.src_bases[chosen], dst_bases=self.dst_bases[chosen]

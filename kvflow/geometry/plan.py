@@ -5,7 +5,7 @@ groups' base addresses, so the cost per descriptor is a few vectorised additions
 checked when the regions were made, so no sum can wrap.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -143,24 +143,19 @@ def plan_extents(
     max_bytes: int | None = None,
 ) -> ExtentPlan:
     """Compute a plan without writing out its descriptors; arguments and errors as in `plan`."""
-    return ExtentPlan(list(_parts(route, components, layers, max_bytes)))
-
-
-def _parts(
-    route: BoundRoute, components: Mapping[str, ComponentSlice], layers: LayerRange, max_bytes: int | None
-) -> Iterator[tuple[CopyGroup, _Extents]]:
-    """Yield the copy groups that have something to move, with their extents."""
+    parts: list[tuple[CopyGroup, _Extents]] = []
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
     for group in route.copy_groups:
         if group.component not in components:
             continue
-        included = group.of_layers(layers)
+        included = group if layers == ALL_LAYERS else group.of_layers(layers)
         if not included.layers.size:
             continue
         key = (group.component, group.tokens_per_cell, group.pages_contiguous)
         if key not in runs:
             runs[key] = _cell_runs(components[group.component], group.tokens_per_cell, joined=group.pages_contiguous)
-        yield included, _split(_merge(_extents(group, runs[key])), max_bytes)
+        parts.append((included, _split(_merge(_extents(group, runs[key])), max_bytes)))
+    return ExtentPlan(parts)
 
 
 def _cell_runs(component: ComponentSlice, tokens_per_cell: int, *, joined: bool) -> TokenRuns:
@@ -173,15 +168,12 @@ def _cell_runs(component: ComponentSlice, tokens_per_cell: int, *, joined: bool)
 
 def _extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
     """Return the contiguous ranges of one group, unmerged, ordered so that ranges that can be merged are neighbours."""
-    units = _run_extents(group, runs if group.tokens_contiguous else _single_tokens(runs))
-    return units if group.heads_contiguous else _head_extents(group, units)
-
-
-def _run_extents(group: CopyGroup, runs: TokenRuns) -> _Extents:
-    """Return one extent for each run of tokens."""
+    if not group.tokens_contiguous:
+        runs = _single_tokens(runs)
     src = runs.src_slots * np.uint64(group.src.slot_stride) + runs.src_tokens * np.uint64(group.src.token_stride)
     dst = runs.dst_slots * np.uint64(group.dst.slot_stride) + runs.dst_tokens * np.uint64(group.dst.token_stride)
-    return _Extents(src, dst, runs.lengths * np.uint64(group.unit_bytes))
+    units = _Extents(src, dst, runs.lengths * np.uint64(group.unit_bytes))
+    return units if group.heads_contiguous else _head_extents(group, units)
 
 
 def _head_extents(group: CopyGroup, first_head: _Extents) -> _Extents:

@@ -7,7 +7,7 @@ reaches the engine.
 import itertools
 import operator
 from asyncio import Future, get_running_loop
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -107,12 +107,12 @@ class CapacityLine:
     """A queue of rooms that wait to offer a chunk, first in, first out among rooms for the same decode ranks.
 
     Args:
-        has_capacity: Returns whether a chunk of a room may be offered now.
+        full: Decode ranks for which no more chunks may be queued now.
         peers_of: Returns the decode ranks that have requested a room.
     """
 
-    def __init__(self, has_capacity: Callable[[RoomId], bool], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
-        self._has_capacity = has_capacity
+    def __init__(self, full: Collection[PeerId], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
+        self._full = full
         self._peers_of = peers_of
         self._waiting: dict[_WaitingChunk, None] = {}
         self._by_room: dict[RoomId, list[_WaitingChunk]] = {}
@@ -120,9 +120,9 @@ class CapacityLine:
 
     def is_open(self, room: RoomId) -> bool:
         """Return whether a chunk of a room may be offered without waiting."""
-        if not self._has_capacity(room):
-            return False
-        return not self._waiting or not any(peer in self._num_waiting for peer in self._peers_of(room))
+        if not self._full and not self._waiting:
+            return True
+        return not any(peer in self._full or peer in self._num_waiting for peer in self._peers_of(room))
 
     async def wait(self, room: RoomId) -> None:
         """Wait for this room's turn, or until `leave` is called for it. Then offer the chunk, and call `admit`.
@@ -148,7 +148,7 @@ class CapacityLine:
             if place.turn.done():
                 return  # it runs next, and then calls `admit` again
             self._update_peers(place)
-            if before.isdisjoint(place.peers) and self._has_capacity(place.room):
+            if not any(peer in self._full or peer in before for peer in place.peers):
                 place.turn.set_result(None)
                 return
             before.update(place.peers)

@@ -177,7 +177,7 @@ class YieldTurn(msgspec.Struct, frozen=True):
 
 
 class AdmitChunks(msgspec.Struct, frozen=True):
-    """Offer waiting chunks whose rooms have capacity according to `has_capacity`."""
+    """Offer chunks that have waited for capacity, as long as none of their decode ranks has a full queue."""
 
 
 class ReportGranted(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from kvflow.config import Packing
 from kvflow.geometry.binding import BoundRoute
 from kvflow.geometry.split import SplitPolicy
 
-__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "packed_policy", "pays_off", "wants_slot"]
+__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "packed_policy", "pays_off"]
 
 COPY_S_PER_BYTE: Final = 0.15e-9
 """Extra cost of a packed byte over a byte of a large descriptor, in seconds. Gathering and scattering take 0.3 ns each
@@ -40,21 +40,6 @@ def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float,
     if packing == "auto":
         return num_descriptors * descriptor_overhead_s > _cost_s(num_bytes)
     return packing == "always" and num_bytes > 0
-
-
-def wants_slot(
-    num_bytes: int, num_descriptors: int, slot_bytes: int, descriptor_overhead_s: float, packing: Packing = "auto"
-) -> bool:
-    """Return whether to pack a piece, judging by what is known before it is planned.
-
-    Args:
-        num_bytes: Size of the piece.
-        num_descriptors: Maximum number of descriptors of a direct write.
-        slot_bytes: Bytes that fit a slot on both sides.
-        descriptor_overhead_s: As in `pays_off`.
-        packing: As in `pays_off`.
-    """
-    return 0 < num_bytes <= slot_bytes and pays_off(num_bytes, num_descriptors, descriptor_overhead_s, packing)
 
 
 def descriptors_to_pay_off(num_bytes: int, descriptor_overhead_s: float) -> float:

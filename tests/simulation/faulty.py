@@ -167,7 +167,8 @@ def posting_goes_on_after_the_end(patch: Patch) -> None:
             num_bytes=0,
             staged=plan.staged,
         )
-        self._note_post(plan.seq, notice)
+        self._posted[plan.seq] = notice
+        self._on_change(self)
         return [PostPlan(self.id, plan.seq, notice)]
 
     patch.setattr(prefill_delivery.Delivery, "plan_finished", plan_finished)

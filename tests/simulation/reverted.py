@@ -150,7 +150,7 @@ def errors_lose_the_remaining_effects(patch: Patch) -> None:
                 if not self._events:
                     break
                 event = self._events.popleft()
-                effects = self._handle(event)
+                effects = self._handle(event, self._now())
             self._alarm.check()
         except (KvflowError, RuntimeError):
             pass

@@ -49,16 +49,14 @@ class Line:
     def __init__(self, rooms: dict[RoomId, list[PeerId]], **capacity: int) -> None:
         self.rooms = rooms
         self.capacity = {A: capacity.get("a", 0), B: capacity.get("b", 0), C: capacity.get("c", 0)}
+        self.full = {one for one, count in self.capacity.items() if not count}
         self.gone: list[RoomId] = []
         self.asked: list[RoomId] = []
-        self.line = CapacityLine(self._has_capacity, self._peers_of)
+        self.line = CapacityLine(self.full, self._peers_of)
 
     def _peers_of(self, room: RoomId) -> list[PeerId]:
         self.asked.append(room)
         return self.rooms[room]
-
-    def _has_capacity(self, room: RoomId) -> bool:
-        return all(self.capacity[one] for one in self.rooms[room])
 
     async def offer(self, room: RoomId) -> None:
         """Offer a chunk as an engine does: wait in line if necessary."""
@@ -70,7 +68,11 @@ class Line:
     def _go(self, room: RoomId) -> None:
         self.gone.append(room)
         for one in self.rooms[room]:
-            self.capacity[one] -= 1
+            self.add(one, -1)
+
+    def add(self, one: PeerId, count: int) -> None:
+        self.capacity[one] += count
+        (self.full.discard if self.capacity[one] else self.full.add)(one)
 
     async def begin(self, tasks: TaskGroup, *rooms: RoomId) -> None:
         """Let rooms offer a chunk each, in this order, until they block."""
@@ -81,7 +83,7 @@ class Line:
     async def free(self, *peers: PeerId) -> None:
         """Let each decode rank accept one more chunk."""
         for one in peers:
-            self.capacity[one] += 1
+            self.add(one, 1)
         self.line.admit()
         await anyio.wait_all_tasks_blocked()
 
@@ -107,7 +109,7 @@ async def test_capacity_that_comes_at_once_lets_several_go() -> None:
     line = Line({1: [A], 2: [A], 3: [A]})
     async with anyio.create_task_group() as tasks:
         await line.begin(tasks, 1, 2, 3)
-        line.capacity[A] = 2
+        line.add(A, 2)
         await line.free()
         assert line.gone == [1, 2]
         await line.free(A)
@@ -143,7 +145,7 @@ async def test_who_is_cancelled_gives_its_turn_to_the_next(has_turn: bool) -> No
     async with anyio.create_task_group() as tasks:
         await line.begin(tasks, 2)
         if has_turn:
-            line.capacity[A] += 1
+            line.add(A, 1)
             line.line.admit()  # the turn is given, the task has not run yet
             first.cancel()
             await anyio.wait_all_tasks_blocked()
@@ -202,13 +204,13 @@ async def test_whether_a_room_must_wait_is_seen_without_looking_at_everybody_who
         await line.begin(tasks, *many)
         line.asked.clear()
         assert line.line.is_open(101)
-        line.capacity[A] = 1
+        line.add(A, 1)
         assert not line.line.is_open(100)
         assert line.asked == [101, 100]
         for room in many:
             line.line.leave(room)
         assert line.asked == [101, 100]
-        line.capacity[A] = 100
+        line.add(A, 100)
 
 
 async def test_who_asks_for_a_waiting_room_meanwhile_is_kept_for_it() -> None:

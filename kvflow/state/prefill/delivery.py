@@ -19,7 +19,7 @@ from kvflow.state.effects import (
     PrefillEffect,
 )
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
-from kvflow.state.packing import wants_slot
+from kvflow.state.packing import pays_off
 from kvflow.state.prefill.deadlines import DeliveryDeadline, DeliveryUnanswered, PostStalled, PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.pieces import ChunkPart, cost_of, resume_at, split_chunk
@@ -222,7 +222,7 @@ class Delivery:
             for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
                 effects += self._send(part, chunk, now)
         self._has_last_chunk = chunk.last  # set last: an empty part above must not end the delivery
-        return [*effects, *self._settle()]
+        return [*effects, *self._settle()] if chunk.last else effects
 
     def roll_back(self) -> int | None:
         """Drop the waiting pieces, except the remaining layers of tokens whose first layers have left.
@@ -268,7 +268,8 @@ class Delivery:
         The empty notices behind it are sent.
         """
         if is_posted:
-            self._note_post(piece.seq, piece.notice)
+            self._posted[piece.seq] = piece.notice
+            self._on_change(self)
         else:
             self._planned[piece.seq] = piece.notice
         self._has_begun_layers = self._unposted.pop(piece.seq).goes_on
@@ -286,7 +287,8 @@ class Delivery:
         if notice is None:
             return [DropPlan(self.id, plan.seq)]
         notice = replace(notice, digests=dict(plan.digests), staged=plan.staged)
-        self._note_post(plan.seq, notice)
+        self._posted[plan.seq] = notice
+        self._on_change(self)
         return [PostPlan(self.id, plan.seq, notice)]
 
     def not_posted(self, seq: int) -> None:
@@ -353,10 +355,6 @@ class Delivery:
 
     def _apply(self, signal: Signal) -> None:
         self.state.apply(signal)
-        self._on_change(self)
-
-    def _note_post(self, seq: int, notice: Notice) -> None:
-        self._posted[seq] = notice
         self._on_change(self)
 
     def _forget_post(self, seq: int) -> Notice | None:
@@ -426,11 +424,14 @@ class Delivery:
         return effects
 
     def _push(self, piece: Piece, now: float) -> None:
-        staging, is_packed = self._context.settings.staging, False
-        if staging is not None and (window := self._context.slots.window(self.id.peer)) is not None:
-            slot_bytes = min(window.slot_bytes, staging.slot_bytes)
-            is_packed = wants_slot(*piece.cost, slot_bytes, staging.descriptor_overhead_s, staging.packing)
-        self._context.queue.push(piece, now, wants_slot=is_packed)
+        staging, window = self._context.settings.staging, self._link.staging
+        wants_slot = (
+            staging is not None
+            and window is not None
+            and piece.cost.num_bytes <= min(window.slot_bytes, staging.slot_bytes)
+            and pays_off(*piece.cost, staging.descriptor_overhead_s, staging.packing)
+        )
+        self._context.queue.push(piece, now, wants_slot=wants_slot)
 
     def _stop(self, signal: Signal, failure: Failure) -> None:
         self.failure = failure

@@ -41,6 +41,7 @@ class Posting:
         self._rooms = rooms
         self._slots = slots
         self._continues = False
+        self._effort_left = settings.limits.descriptors_planned_inline
         self._slow_plans: dict[tuple[ev.DeliveryId, int], None] = {}
 
     def resume(self) -> None:
@@ -52,33 +53,18 @@ class Posting:
         effects: list[PrefillEffect] = []
         if not self._queue.candidates or self._continues:  # nothing can be taken, or the event loop is to have its turn
             return effects
-        limit = self._settings.limits.descriptors_planned_inline
-        effort, effort_left = 0, limit
-
-        def turn(piece: Piece, is_packed: bool) -> Turn:
-            nonlocal effort, effort_left
-            effort = self._effort(piece, is_packed)
-            if effort > limit:
-                return Turn.TAKEN if self._may_plan_slowly else Turn.DEFERRED
-            effort_left -= effort
-            self._continues = effort_left < 0
-            return Turn.OVER if self._continues else Turn.TAKEN
-
         for _ in range(PIECES_PER_TURN):
-            piece = self._queue.pop(now, turn)
+            piece = self._queue.pop(now, self._judge)
             if piece is not None:
-                effects += self._send_piece(piece, now, is_slow=effort > limit)
-            elif effort_left < 0 or not (self._may_plan_slowly and self._queue.resume()):
+                effects += self._send_piece(piece, now)
+            elif self._effort_left < 0 or len(self._slow_plans) == SLOW_PLANS_AT_ONCE or not self._queue.resume():
                 break
         else:
             self._continues = True
         if self._continues:
             effects.append(YieldTurn())
+        self._effort_left = self._settings.limits.descriptors_planned_inline
         return effects
-
-    @property
-    def _may_plan_slowly(self) -> bool:
-        return len(self._slow_plans) < SLOW_PLANS_AT_ONCE
 
     def end_slow_plan(self, delivery: ev.DeliveryId, seq: int) -> None:
         """Note that the plan of a piece was made or has failed; another one may be made off the event loop."""
@@ -86,24 +72,28 @@ class Posting:
             del self._slow_plans[delivery, seq]
             self._queue.resume()
 
-    def _send_piece(self, piece: Piece, now: float, *, is_slow: bool) -> list[PrefillEffect]:
+    def _judge(self, piece: Piece, is_packed: bool) -> Turn:
+        """Decide whether a piece is sent in this turn, by the work for it in descriptors, and note if that is slow."""
+        limit, staging = self._settings.limits.descriptors_planned_inline, self._settings.staging
+        effort = piece.cost.num_descriptors
+        if is_packed and staging is not None:  # gathering counts as the planning that takes as long
+            effort = piece.cost.num_bytes * limit // BYTES_GATHERED_INLINE if staging.gathers_inline else limit + 1
+        if effort > limit:
+            if len(self._slow_plans) == SLOW_PLANS_AT_ONCE:
+                return Turn.DEFERRED
+            self._slow_plans[piece.delivery, piece.seq] = None
+            return Turn.TAKEN
+        self._effort_left -= effort
+        self._continues = self._effort_left < 0
+        return Turn.OVER if self._continues else Turn.TAKEN
+
+    def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
         """Post a piece at once, or plan it off the event loop first."""
         if piece.slots is not None:
             staged = Staged(piece.slots.remote, is_head_major(piece.link.route))
             piece = replace(piece, notice=replace(piece.notice, staged=staged))
-        if is_slow or piece.grant.digest:
-            if is_slow:
-                self._slow_plans[piece.delivery, piece.seq] = None
+        if piece.grant.digest or (piece.delivery, piece.seq) in self._slow_plans:
             return [PlanPiece(piece), *self._rooms.taken(piece, now, is_posted=False)]
         if piece.slots is not None:
             self._slots.posted(piece.delivery, piece.seq, piece.notice)
         return [PostPiece(piece), *self._rooms.taken(piece, now, is_posted=True)]
-
-    def _effort(self, piece: Piece, is_packed: bool) -> int:
-        """Estimate the work for a piece in descriptors; gathering counts as the planning that takes as long."""
-        if not is_packed or self._settings.staging is None:
-            return piece.cost.num_descriptors
-        most = self._settings.limits.descriptors_planned_inline
-        if not self._settings.staging.gathers_inline:
-            return most + 1
-        return piece.cost.num_bytes * most // BYTES_GATHERED_INLINE

@@ -254,7 +254,10 @@ class PieceQueue:
         if pools:
             piece = replace(piece, slots=PieceSlots(*(pool.take_slot() for pool in pools)))
         self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots)
-        self._window(peer).begin(cost)
+        if peer not in self._windows:
+            limits = self._limits
+            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.descriptors_per_peer)
+        self._windows[peer].begin(cost)
         self.stop_expecting(peer, 1)
         self.candidates.move_to_end(peer)
         self._deferred.pop(peer, None)
@@ -300,12 +303,6 @@ class PieceQueue:
             del self.candidates[peer]
             self._deferred.pop(peer, None)
             self._without_slot.pop(peer, None)
-
-    def _window(self, peer: PeerId) -> Window:
-        if peer not in self._windows:
-            limits = self._limits
-            self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.descriptors_per_peer)
-        return self._windows[peer]
 
 
 class _DeliveryQueue(msgspec.Struct):

@@ -77,11 +77,6 @@ class Room:
         self._num_decode_ranks: int | None = None
 
     @property
-    def is_quiescing(self) -> bool:
-        """Whether the engine waits until nothing reads its pages."""
-        return self.state.is_pending and self.feed in QUIESCING
-
-    @property
     def has_all_grants(self) -> bool:
         """Whether every decode rank has granted."""
         return len(self.deliveries) == self._num_decode_ranks
@@ -137,9 +132,9 @@ class Room:
             LocalProtocolError: The chunk does not continue the one before, the last chunk was already offered, or the
                 room is being quiesced.
         """
-        self._check_continues(chunk)
         if not self.state.is_pending:
             return []
+        self._check_continues(chunk)
         self._chunks.append(chunk)
         if chunk.last:
             self._feed_on(FeedSignal.LAST_CHUNK)
@@ -151,7 +146,7 @@ class Room:
 
     def quiesce(self) -> None:
         """Drop pieces that wait in the queue, and chunks that are kept for later grants."""
-        if not self.state.is_pending or self.is_quiescing:
+        if not self.state.is_pending or self.feed in QUIESCING:
             return
         forgotten = [at for delivery in self.deliveries.values() if (at := delivery.roll_back()) is not None]
         if self.is_finished and self.has_all_grants and not forgotten:
@@ -275,8 +270,10 @@ class Room:
         if self.num_quarantined:
             self.state.apply(Signal.IN_DOUBT)
         after = (self.state.outcome, self.state.memory)
-        effects = [self._report()] if after != before else []
-        return [*effects, *self._report_quiesced()] if self.is_quiescing else effects
+        effects: list[PrefillEffect] = [self._report()] if after != before else []
+        if self.state.is_pending and self.feed in QUIESCING:
+            effects += self._report_quiesced()
+        return effects
 
     def _wanted(self) -> dict[str, TokenRange]:
         """Return the tokens that any decode rank wants, by component."""
@@ -320,7 +317,7 @@ class Room:
         start, stop = chunk.tokens
         if self.is_finished:
             raise LocalProtocolError("cannot send chunks after the last one", room=self.room, tokens=chunk.tokens)
-        if self.is_quiescing:
+        if self.feed in QUIESCING:
             raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
         if not 0 <= start <= stop or (start == stop and not chunk.last):
             raise LocalProtocolError("chunk has no tokens", room=self.room, tokens=chunk.tokens)

@@ -102,11 +102,6 @@ class Rooms:
         known = self.rooms.get(room)
         return [] if known is None else [delivery.id.peer for delivery in known.deliveries.values()]
 
-    def has_capacity(self, room: RoomId) -> bool:
-        """Return whether a chunk of this room may be offered now: none of its decode ranks has a full queue."""
-        full = self._context.queue.full
-        return not full or full.keys().isdisjoint(self.peers_of(room))
-
     def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.
 

@@ -138,15 +138,10 @@ class RemoteSlots:
         """Number of lost slots."""
         return sum(window.pool.num_lost for window in self._windows.values())
 
-    def window(self, peer: PeerId) -> StagingWindow | None:
-        """Return the window of a connected decode rank for packed pieces; None if there is none."""
-        found = self._windows.get(peer)
-        return found.window if found is not None and found.is_connected else None
-
     def pool(self, peer: PeerId) -> SlotPool | None:
-        """Return the slots of this rank's window in a decode rank; None if there is none."""
+        """Return the slots of this rank's window in a connected decode rank; None if there is none."""
         found = self._windows.get(peer)
-        return found.pool if found is not None else None
+        return found.pool if found is not None and found.is_connected else None
 
     def connected(self, peer: PeerId, window: StagingWindow | None, now: float) -> None:
         """Record the window of a decode rank that has connected; slots still in use stay in use."""

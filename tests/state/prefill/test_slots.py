@@ -283,7 +283,7 @@ def test_whoever_waits_for_a_slot_that_is_lost_goes_directly() -> None:
 def test_a_decode_rank_that_is_disconnected_and_returns_finds_its_slots_as_they_were(core: PrefillDriver) -> None:
     end(core, 0)
     core.sleep(LEASE_S + 1)
-    assert core.core.slots.window(DECODE) is None
+    assert core.core.slots.pool(DECODE) is None
     assert messages(core.sleep(60.0), SlotQuery) == []
     core.connect(window=WINDOW)
     assert pool(core).num_free == 1
@@ -295,9 +295,9 @@ def test_a_decode_rank_that_is_disconnected_and_returns_finds_its_slots_as_they_
 def test_another_incarnation_of_a_decode_rank_has_slots_of_its_own(core: PrefillDriver) -> None:
     again = peer("decode", 0, 2)
     core.connect(again, window=WINDOW)
-    assert core.core.slots.pool(DECODE) is not None, "it may be the one that lives"
+    assert DECODE in core.core.slots._windows, "it may be the one that lives"
     core.hear(again, Ping(peer=again))
-    assert core.core.slots.pool(DECODE) is None
+    assert DECODE not in core.core.slots._windows
     found = core.core.slots.pool(again)
     assert found is not None
     assert found.is_whole
@@ -370,14 +370,18 @@ def test_a_taken_slot_that_is_given_back_after_its_decode_rank_left_does_not_lea
 
 def test_whoever_gave_no_window_has_no_slots() -> None:
     core = packing(window=None)
-    assert core.core.slots.window(DECODE) is None
     assert core.core.slots.pool(DECODE) is None
 
 
 def test_a_window_may_be_given_with_a_later_hello() -> None:
+    """It is used for what is granted from then on."""
     core = packing(window=None)
     core.connect(window=WINDOW)
     (piece,) = pieces(core(chunk(0, 8, last=True)))
+    assert piece.slots is None
+    core(ev.SendOpened(ROOM + 1))
+    core.hear(DECODE, grant(ROOM + 1, 2))
+    (piece,) = pieces(core(chunk(0, 8, room=ROOM + 1, last=True)))
     assert piece.slots == PieceSlots(0, 0)
 
 
