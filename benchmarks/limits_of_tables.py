@@ -10,7 +10,8 @@ import numpy as np
 import kvflow
 from kvflow.config import MAX_SLOTS_PER_PEER
 from kvflow.directory.service import seal
-from kvflow.directory.table import MAX_RANKS, RegistryTable
+from kvflow.directory.table import RegistryTable
+from kvflow.gate.shares import MAX_RANKS
 from kvflow.geometry import KVLayout
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.delivery import Delivery

@@ -8,19 +8,18 @@ import msgspec
 from msgspec import structs
 
 from kvflow.aio.alarm import Alarm
-from kvflow.directory.table import MAX_BYTES, MAX_RANKS, Answer, RegistryTable
+from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.gate.rates import ListenerGate
+from kvflow.gate.registration import answerer, registration_denial
 from kvflow.gate.sizes import MAX_RECORDS_BYTES
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener
-from kvflow.trust import principal_of, speaks_for
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import (
     Lookup,
     Message,
     PeerId,
-    RankId,
     RankRecord,
     Refuse,
     RegistrationConflict,
@@ -31,9 +30,6 @@ from kvflow.wire.messages import (
 )
 
 __all__ = ["DIRECTORY_KINDS", "DirectoryMessage", "DirectoryService", "seal"]
-
-REGISTRY: Final = PeerId(RankId("registry", 0), 0)
-"""The sender of Refuse messages from a registry, which is not a rank."""
 
 DirectoryMessage = SealedRegister | Unregister | Lookup
 """Messages to a directory."""
@@ -84,11 +80,10 @@ class DirectoryService:
             RemoteProtocolError: The message was rejected. The sender has been notified, if it is reachable.
         """
         now = self._now()
-        principal = principal_of(self._listener.names_of(connection))
+        principal = self._gate.principal_of(connection)
         match message:
             case SealedRegister(record=record, lease_s=lease_s):
-                self._check_key(connection, record.peer)
-                self._check_belongs(connection, record)
+                self._check_permission(connection, record.peer, record.num_ranks)
                 # A message of a killed process may be read after the first message of its successor. Only its lost
                 # connection distinguishes it from a message of a live process, so the reply is sent first.
                 if not self.table.has_place(record, principal):
@@ -96,7 +91,7 @@ class DirectoryService:
                 elif self._send(self.table.answer_to(record, connection)):
                     self._send_all(self.table.register(record, lease_s, connection, now, principal))
             case Unregister(peer=peer):
-                self._check_key(connection, peer)
+                self._check_permission(connection, peer)
                 self.table.unregister(peer)
             case Lookup():
                 self._look_up(connection, message, now)
@@ -110,7 +105,7 @@ class DirectoryService:
         if instance is None:
             self._send(Answer(connection, SealedRecords(instance=None, records=(), number=number)))
             return
-        taker = principal_of(self._listener.names_of(connection)) or self._listener.host_of(connection)
+        taker = self._gate.principal_of(connection) or self._listener.host_of(connection)
         if not self.table.may_wait(instance, connection, taker):
             self._anomalies.postpone("lookup_over_share", prefill=instance)
         self._send_all(self.table.lookup(instance, lookup.timeout_s, connection, now, number, taker))
@@ -125,45 +120,22 @@ class DirectoryService:
         """Stop expiring leases and lookups. May be called twice."""
         self._alarm.close()
 
-    def _check_key(self, connection: bytes, peer: PeerId) -> None:
-        """Check that the sender's key is listed for the instance of a rank.
+    def _check_permission(self, connection: bytes, peer: PeerId, num_ranks: int | None = None) -> None:
+        """Check that the sender may register or unregister a rank here.
 
         Raises:
-            RemoteProtocolError: It is not; the sender has been notified.
+            RemoteProtocolError: It may not; it has been told.
         """
-        if not speaks_for(self._listener.names_of(connection), peer.rank.instance):
-            answerer = self._own.peer if self._own is not None else REGISTRY
-            detail = f"your key is not listed for {peer.rank.instance}"
-            self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
-            raise RemoteProtocolError("key is not listed for this instance", rank=str(peer.rank))
-
-    def _check_belongs(self, connection: bytes, record: SealedRecord) -> None:
-        """Check that a rank belongs to the hosting rank's instance, and does not claim to be the hosting rank.
-
-        Raises:
-            RemoteProtocolError: It does not belong here; the sender has been notified.
-        """
-        own, rank = self._own, record.peer.rank
-        if own is None:
-            return
-        if rank == own.peer.rank:
-            conflict = RegistrationConflict(peer=record.peer, other=own.peer, other_endpoint=own.endpoint, refused=True)
-            self._send(Answer(connection, conflict))
-            raise RemoteProtocolError("another process registers under the name of this rank", rank=str(rank))
-        if (rank.instance, record.num_ranks) != (own.peer.rank.instance, own.num_ranks):
-            detail = f"this is {own.peer.rank} of {own.num_ranks} ranks, which is the registry of its own instance only"
-            self._send(Answer(connection, Refuse(peer=own.peer, to=record.peer, detail=detail)))
-            raise RemoteProtocolError(
-                "rank of a different instance registers", rank=str(rank), num_ranks=record.num_ranks
-            )
+        denied = registration_denial(self._listener.names_of(connection), peer, num_ranks, self._own)
+        if denied is not None:
+            self._send(Answer(connection, denied.answer))
+            raise RemoteProtocolError(denied.why, rank=str(peer.rank))
 
     def _refuse_place(self, connection: bytes, peer: PeerId) -> None:
         """Tell a rank that its share of the table is used up. It may be honest, and registers again."""
-        answerer = self._own.peer if self._own is not None else REGISTRY
-        most = f"at most {MAX_RANKS} with {MAX_BYTES} bytes are kept, of which one principal has a share"
-        detail = f"too many ranks are registered: {self.table.num_ranks}; {most}"
+        detail = self.table.shares.refusal()
         self._anomalies.log(logging.WARNING, "registry_full", {"peer": str(peer), "detail": detail})
-        self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
+        self._send(Answer(connection, Refuse(peer=answerer(self._own), to=peer, detail=detail)))
 
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))

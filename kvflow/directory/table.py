@@ -12,7 +12,7 @@ registry may learn that only later, so registering once more is not enough to ge
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvflow.gate.shares import FairShares
+from kvflow.gate.shares import DirectoryShares
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     MAX_RANKS_TOLD,
@@ -25,17 +25,6 @@ from kvflow.wire.messages import (
 )
 
 __all__ = ["Answer", "Change", "RegistryTable", "is_complete"]
-
-MAX_RANKS = 65_536
-"""Maximum number of ranks. An instance has at most `MAX_RANKS_TOLD`; a principal at most as many as are left for all
-others."""
-
-MAX_BYTES = 256 * 2**20
-"""Maximum size of all records, in bytes. One principal has at most as many as are left for all others."""
-
-MAX_WAITING = 65_536
-"""Maximum number of waiting lookups. One principal has at most as many as are left for all others; further ones are
-answered immediately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +133,25 @@ class RegistryTable:
 
     Attributes:
         timers: When `expire` must be called.
-        num_ranks: Number of registered ranks.
-        num_waiting: Number of waiting lookups.
+        shares: What each principal has of the table.
         changes: What has changed; the owner of the table clears it.
     """
 
     def __init__(self) -> None:
         self.timers: Timers[_Lease | _LookupTimeout] = Timers()
-        self.num_ranks = 0
         self.changes: list[Change] = []
-        self.num_waiting = 0
+        self.shares = DirectoryShares.new()
         self._instances: dict[str, _Instance] = {}
-        self._ranks = FairShares(MAX_RANKS)
-        self._bytes = FairShares(MAX_BYTES)
-        self._waits = FairShares(MAX_WAITING)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of registered ranks."""
+        return self.shares.ranks.total
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting lookups."""
+        return self.shares.lookups.total
 
     def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
         """Return whether a rank has a place, or its sender's shares leave room for one.
@@ -175,8 +169,8 @@ class RegistryTable:
             kept = sum(claim.record.num_bytes for claim in place.claims if claim.peer == record.peer)
         elif instance is not None and len(instance.places) >= MAX_RANKS_TOLD:
             return False
-        has_bytes = self._bytes.has_place(taker, max(record.num_bytes - kept, 0))
-        return has_bytes and self._ranks.has_place(taker, int(place is None))
+        has_bytes = self.shares.record_bytes.has_place(taker, max(record.num_bytes - kept, 0))
+        return has_bytes and self.shares.ranks.has_place(taker, int(place is None))
 
     def answer_to(self, record: SealedRecord, connection: bytes) -> Answer:
         """Return the reply to a Register, without recording it. Call `register` if the reply could be sent."""
@@ -247,7 +241,7 @@ class RegistryTable:
         """
         entry = self._instances.get(instance)
         is_waiting = entry is not None and connection in entry.waiting
-        return is_waiting or self._waits.has_place(taker or connection.hex(), 1)
+        return is_waiting or self.shares.lookups.has_place(taker or connection.hex(), 1)
 
     def lookup(
         self,
@@ -275,8 +269,7 @@ class RegistryTable:
             return [Answer(connection, SealedRecords(instance=instance, records=_records(entry), number=number))]
         if connection not in entry.waiting:
             entry.waiting[connection] = _Waiting(number, taker or connection.hex())
-            self._waits.add(entry.waiting[connection].taker, 1)
-            self.num_waiting += 1
+            self.shares.lookups.add(entry.waiting[connection].taker, 1)
         self._instances[instance] = entry
         waiting = entry.waiting[connection]
         waiting.number = max(number, waiting.number)
@@ -300,14 +293,13 @@ class RegistryTable:
         """Create a place for its first claim."""
         place = instance.places[claim.peer.rank.engine_rank] = _RankClaims(claim, claim.taker)
         self.changes.append(Change(None, claim.peer, claim.record.endpoint))
-        self.num_ranks += 1
-        self._ranks.add(place.taker, 1)
+        self.shares.ranks.add(place.taker, 1)
         self._weigh(place, 1)
 
     def _weigh(self, place: _RankClaims, sign: int) -> None:
         """Add the bytes of a place to the shares, or subtract them if `sign` is -1."""
         for claim in place.claims:
-            self._bytes.add(claim.taker, sign * claim.record.num_bytes)
+            self.shares.record_bytes.add(claim.taker, sign * claim.record.num_bytes)
 
     def _claim(self, place: _RankClaims, claim: _Claim) -> None:
         """Treat a claim to an occupied place as a renewal, a restart or a conflict."""
@@ -350,8 +342,7 @@ class RegistryTable:
             self.changes.append(Change(peer, None, place.holder.record.endpoint))
             self._drop_lease(place.replaced)
             del instance.places[peer.rank.engine_rank]
-            self.num_ranks -= 1
-            self._ranks.add(place.taker, -1)
+            self.shares.ranks.add(place.taker, -1)
             self._tidy(peer.rank.instance)
             return
         self._weigh(place, 1)
@@ -371,8 +362,7 @@ class RegistryTable:
         entry = self._instances[instance]
         self.timers.clear(_LookupTimeout(instance, connection))
         waiting = entry.waiting.pop(connection)
-        self.num_waiting -= 1
-        self._waits.add(waiting.taker, -1)
+        self.shares.lookups.add(waiting.taker, -1)
         self._tidy(instance)
         return Answer(connection, SealedRecords(instance=instance, records=records, number=waiting.number))
 

@@ -1,6 +1,17 @@
-"""The division of a bounded resource among takers. Pure."""
+"""How much of a bounded resource each taker may have. Pure."""
 
-__all__ = ["FairShares"]
+from typing import Final, NamedTuple, Self
+
+__all__ = ["DirectoryShares", "FairShares"]
+
+MAX_RANKS: Final = 65_536
+"""Maximum number of ranks in a directory. An instance has at most `MAX_RANKS_TOLD`."""
+
+MAX_RECORD_BYTES: Final = 256 * 2**20
+"""Maximum size of all records of a directory, in bytes."""
+
+MAX_LOOKUPS: Final = 65_536
+"""Maximum number of lookups that wait in a directory; further ones are answered immediately."""
 
 
 class FairShares:
@@ -8,22 +19,49 @@ class FairShares:
 
     Args:
         most: Total that all takers may have.
+
+    Attributes:
+        total: What all takers have.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._total = 0
+        self.total = 0
         self._taken: dict[str, int] = {}
 
     def has_place(self, taker: str, amount: int) -> bool:
         """Return whether a taker may have `amount` more."""
-        return amount == 0 or self._taken.get(taker, 0) + amount <= self._most - self._total
+        return amount == 0 or self._taken.get(taker, 0) + amount <= self._most - self.total
 
     def add(self, taker: str, amount: int) -> None:
         """Count what a taker has taken, or returned if `amount` is negative."""
-        self._total += amount
+        self.total += amount
         taken = self._taken.get(taker, 0) + amount
         if taken:
             self._taken[taker] = taken
         else:
             self._taken.pop(taker, None)
+
+
+class DirectoryShares(NamedTuple):
+    """The shares of a directory.
+
+    Attributes:
+        ranks: Registered ranks.
+        record_bytes: Bytes of their records.
+        lookups: Waiting lookups.
+    """
+
+    ranks: FairShares
+    record_bytes: FairShares
+    lookups: FairShares
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return the shares of an empty directory."""
+        return cls(FairShares(MAX_RANKS), FairShares(MAX_RECORD_BYTES), FairShares(MAX_LOOKUPS))
+
+    def refusal(self) -> str:
+        """Return what a rank is told whose principal has used up its share."""
+        most = f"at most {MAX_RANKS} with {MAX_RECORD_BYTES} bytes are kept, of which one principal has a share"
+        return f"too many ranks are registered: {self.ranks.total}; {most}"

@@ -7,7 +7,6 @@ silent prefill ranks.
 
 import asyncio
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 from kvflow.addresses import check_needs_trust
 from kvflow.backends.base import Backend
 from kvflow.errors import BackendError, ConfigError, KvflowError, RemoteProtocolError, Shortage, Stage, Unreachable
+from kvflow.gate.hellos import HELLOS_AT_ONCE, MAX_CONNECT_S, UnclosedAgents, agent_denial
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.blocks import RouteBlocks
 from kvflow.geometry.layout import KVLayout
@@ -50,22 +50,6 @@ from kvflow.wire.messages import (
 )
 
 __all__ = ["HelloChecks", "PeerConnections", "PeerProofs", "RouteCompiler"]
-
-MAX_UNCLOSED: Final = 256
-"""Maximum number of disconnected agents that still hold file descriptors. One instance may have as many as are left for
-all others."""
-
-MAX_GONE: Final = 4_096
-"""Maximum number of disconnected agents whose instance is remembered."""
-
-HELLOS_AT_ONCE: Final = 8
-"""Hellos that a prefill rank handles concurrently for one principal; further ones wait.
-
-Some transports wait seconds for a peer that does not answer. With a limit per principal, others are not delayed.
-"""
-
-MAX_CONNECT_S: Final = 120.0
-"""Longest time that connecting the transport may take, in seconds, however long the peer would wait."""
 
 SLICES_BOUND_INLINE: Final = 256
 """Routes with more slices than this are bound in a worker thread."""
@@ -103,7 +87,7 @@ class HelloChecks:
         self._staging = staging
         self._at_once: dict[str, anyio.CapacityLimiter] = {}  # by principal; bounded by the key lists
         self._disconnecting: dict[str, anyio.Event] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._left = UnclosedAgents()
 
     def start(self, connection: bytes, hello: Hello) -> None:
         """Check a Hello in a task, which dispatches HelloChecked."""
@@ -116,7 +100,7 @@ class HelloChecks:
         """Release the transport's resources for a peer, unless another peer shares its agent."""
         agent = self._agents.remove(peer)
         if agent is not None:
-            self._note_gone(agent, peer.rank.instance)
+            self._left.note_gone(agent, peer.rank.instance)
             ended = self._disconnecting[agent] = anyio.Event()
             self._context.start_task(self._disconnect, agent, ended)
 
@@ -130,7 +114,6 @@ class HelloChecks:
                     link = self.bind(hello)
                 if link.route.copy_groups:
                     self._check_agent(hello)
-                    self._check_unclosed(hello)
                     agent = self._agents.add(hello.peer, hello.agent, hello.backend_metadata)
                     await self._connect(agent, hello, principal)
             except (KvflowError, MemoryError) as error:
@@ -141,47 +124,18 @@ class HelloChecks:
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
-        """Reject a peer that claims an agent of this process, as its data would be written to this process's own pools.
+        """Check that a peer may have the agent that it claims.
 
         Raises:
-            RemoteProtocolError: The peer claims one and is not a rank of this process. Knowing the agent's metadata
-                proves nothing, because peers receive it.
+            RemoteProtocolError: It may not.
         """
-        own = {agent_name(self._context.me), self._backend.shared_agent or ""} - {""}
-        agent = hello.agent or agent_name(hello.peer)
-        if not any(agent == name or agent.startswith(f"{name}#") for name in own):  # a transport may append a number
-            return
-        if agent != self._backend.shared_agent or not self._backend.is_shared_with(agent_name(hello.peer)):
-            raise RemoteProtocolError(
-                "Hello names a transport agent of this process", peer=str(hello.peer), agent=agent
-            )
-
-    def _check_unclosed(self, hello: Hello) -> None:
-        """Reject another agent of an instance whose disconnected agents still hold too many file descriptors.
-
-        They hold them until their processes end.
-
-        Raises:
-            BackendError: The instance has used up its share.
-        """
-        unclosed = self._backend.unclosed()
-        instance = hello.peer.rank.instance
-        if not unclosed or (hello.agent or agent_name(hello.peer)) in unclosed:
-            return
-        taken = sum(self._gone.get(agent) == instance for agent in unclosed)
-        if taken + 1 > MAX_UNCLOSED - len(unclosed):
-            raise BackendError(
-                "too many disconnected transport agents still hold connections",
-                instance=instance,
-                agents=taken,
-                of_all=len(unclosed),
-            )
-
-    def _note_gone(self, agent: str, instance: str) -> None:
-        self._gone[agent] = instance
-        self._gone.move_to_end(agent)
-        if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)
+        agent, shared = hello.agent or agent_name(hello.peer), self._backend.shared_agent
+        is_ours = agent == shared and self._backend.is_shared_with(agent_name(hello.peer))
+        own = [agent_name(self._context.me), *([shared] if shared else [])]
+        denied = agent_denial(agent, own, is_ours=is_ours)
+        denied = denied or self._left.denial(agent, hello.peer.rank.instance, self._backend.unclosed())
+        if denied:
+            raise RemoteProtocolError(denied, peer=str(hello.peer), agent=agent)
 
     def bind(self, hello: Hello) -> ev.PeerRoute:
         """Return how this rank sends what a decode rank requests. May be called in any thread.

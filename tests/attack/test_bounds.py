@@ -12,9 +12,8 @@ import pytest
 
 import kvflow
 from kvflow.bounds import Bounds
-from kvflow.directory import table
 from kvflow.errors import FailureReason
-from kvflow.gate import rates
+from kvflow.gate import rates, shares
 from kvflow.gate.rates import HELLOS, REJECTIONS, Budget
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
 from kvflow.geometry.layout import Region
@@ -237,7 +236,7 @@ async def look_up_over_the_share(stack: ExitStack, registry: kvflow.Registry, ke
 
 
 async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_WAITING", 64)
+    monkeypatch.setattr(shares, "MAX_LOOKUPS", 64)
     async with guarded("other") as deployment, under_way(deployment) as honest:
         registry, keys = deployment.registry, deployment.keys["other"].for_registry()
         with ExitStack() as stack:
@@ -251,7 +250,7 @@ async def test_connections_of_one_key_share_the_lookups_that_wait(monkeypatch: p
 
 
 async def test_connections_of_one_host_share_the_lookups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_WAITING", 64)
+    monkeypatch.setattr(shares, "MAX_LOOKUPS", 64)
     async with kvflow.Registry("tcp://127.0.0.1:0") as registry:
         with ExitStack() as stack:
             await look_up_over_the_share(stack, registry, None)

@@ -15,9 +15,9 @@ from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.nixl import endpoints as nixl_endpoints
 from kvflow.backends.nixl import outgoing
 from kvflow.backends.nixl.backend import FORMAT
+from kvflow.gate import hellos
 from kvflow.geometry.layout import KVLayout, MemoryRange
 from kvflow.geometry.routes import compile_routes
-from kvflow.stages import bootstrap
 from kvflow.stages.context import agent_name
 from kvflow.trust import ClientKeys
 from kvflow.wire.messages import Failed, Goodbye, Hello, PeerId, RankId, Refuse, Welcome
@@ -119,7 +119,7 @@ async def test_an_insider_with_ever_new_agents_uses_up_no_descriptors(monkeypatc
 
 async def test_an_insider_whose_descriptors_stay_open_starves_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_endpoints, "MAX_KEPT", 0)
-    monkeypatch.setattr(bootstrap, "MAX_UNCLOSED", 8)
+    monkeypatch.setattr(hellos, "MAX_UNCLOSED", 8)
     monkeypatch.setattr(outgoing, "shut_down", lambda _: None)
     async with attacked(12) as (deployment, honest, agents):
         prefill = deployment.prefill[0]

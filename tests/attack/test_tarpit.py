@@ -5,8 +5,8 @@ from contextlib import ExitStack, closing
 import anyio
 import pytest
 
+from kvflow.gate.hellos import HELLOS_AT_ONCE
 from kvflow.geometry.routes import compile_routes
-from kvflow.stages.bootstrap import HELLOS_AT_ONCE
 from tests.attack.guarded import guarded, works
 from tests.attack.insiders import hello_to, insider
 from tests.support.instances import make_pool

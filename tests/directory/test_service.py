@@ -11,8 +11,9 @@ import anyio.lowlevel
 import pytest
 
 from kvflow.control import dialer
-from kvflow.directory import Directories, Registry, RegistryClient, client, service, table
+from kvflow.directory import Directories, Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
+from kvflow.gate import shares
 from kvflow.gate.rates import ListenerGate
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
@@ -434,8 +435,7 @@ async def test_a_decode_rank_says_that_its_registry_cannot_be_reached(monkeypatc
 
 
 async def test_a_rank_over_the_share_of_its_principal_is_told_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_RANKS", 2)
-    monkeypatch.setattr(service, "MAX_RANKS", 2)
+    monkeypatch.setattr(shares, "MAX_RANKS", 2)
     sent: list[bytes] = []
     anomalies = AnomalyLog(get_logger(), lambda: 0.0)
     listener: Any = SimpleNamespace(
