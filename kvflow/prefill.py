@@ -243,9 +243,7 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             case ef.ReportQuiesced(room, resume_at):
                 if (sender := self._transfers.by_key.get(room)) is not None:
                     sender.report_quiesced(resume_at)
-            case ef.ReportSender(room, _, memory):
-                if memory is Memory.SAFE:
-                    self._planning.drop_room(room)
+            case ef.ReportSender(room):
                 self._transfers.report(room, effect)
             case ef.PlanPiece(piece):
                 self._planning.plan_piece(piece)

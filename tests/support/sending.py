@@ -82,6 +82,7 @@ def piece(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: 
         ranges={"kv": tokens},
         pages={},
         grant=grant(of.room, of.generation, priority=priority),
+        granted={},
         link=_route(),
         notice=notice,
         cost=Cost(num_bytes, num_descriptors),

@@ -9,10 +9,10 @@ from kvflow.geometry.split import SplitPolicy, split_policy_for
 from kvflow.state.events import PeerRoute, RankRoute
 from kvflow.wire.messages import StagingWindow
 
-__all__ = ["MODEL", "layout", "peer_route", "rank_routes", "small_pieces"]
+__all__ = ["MODEL", "PAGE_TOKENS", "layout", "peer_route", "rank_routes", "small_pieces"]
 
 MODEL = "a model"
-NUM_PAGES = 64
+NUM_PAGES = 4096
 PAGE_TOKENS = 2
 
 

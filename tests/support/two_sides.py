@@ -22,6 +22,7 @@ from tests.support.cores import (
     Effect,
     PrefillDriver,
     connection_of,
+    pages_for,
     peer,
     peer_of,
     records,
@@ -155,8 +156,10 @@ class World:
             return
         generation = 1 + max((number for owner, number in self.memory if owner == rank), default=0)
         self.memory[rank, generation] = "held"
+        tokens = self.wanted[rank]
+        pages = pages_for(tokens, NUM_TOKENS * generation)
         opened = ev.ReceiveOpened(
-            ROOM, generation, "prefill", {"kv": self.wanted[rank]}, {"kv": b""}, 2, 40.0, b"secret of the test"
+            ROOM, generation, "prefill", {"kv": tokens}, {"kv": pages}, 2, 40.0, b"secret of the test"
         )
         self.run_decode(rank, opened)
 

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from kvflow.geometry.pages import read_page_tables
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange
 from kvflow.state.effects import (
     AwaitData,
@@ -114,10 +115,21 @@ class Delivery:
     have left. So the pieces that are still waiting form a tail, which can be dropped: its numbers and tokens are used
     again.
 
+    Args:
+        context: State that all rooms share.
+        peer: The decode rank.
+        grant: Its grant; not trusted.
+        link: Route to the decode rank.
+        on_change: Called with the delivery when what it waits for may have changed.
+
     Attributes:
+        grant: The grant, without its pages.
         standing: How its room counts it.
         deadlines: Its timers, and when they were due when they were set.
         num_retransmits: Number of retransmissions.
+
+    Raises:
+        PlanError: The granted page tables are invalid.
     """
 
     def __init__(
@@ -129,7 +141,7 @@ class Delivery:
         on_change: "Callable[[Delivery], None]",
     ) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
-        self.grant = grant
+        self.grant = replace(grant, pages={})
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_retransmits = 0
@@ -139,6 +151,7 @@ class Delivery:
         self._link = link
         self._on_change = on_change
         self._wanted = {name: tokens for name, tokens in grant.ranges.items() if name in link.route.expected}
+        self._granted = read_page_tables(grant.ranges, grant.pages, link.layout) if self._wanted else {}
         self._positions = {name: start for name, (start, _) in self._wanted.items()}
         self._next_seq = 0
         self._has_last_chunk = False
@@ -219,7 +232,7 @@ class Delivery:
                 ranges[name] = (at, end)
                 self._positions[name] = end
         if ranges or (chunk.last and self._wanted):
-            for part in split_chunk(chunk, ranges, self.grant, self._wanted, self._link):
+            for part in split_chunk(chunk, ranges, self._wanted, self._granted, self._link):
                 effects += self._send(part, chunk, now)
         self._has_last_chunk = chunk.last  # set last: an empty part above must not end the delivery
         return [*effects, *self._settle()] if chunk.last else effects
@@ -347,7 +360,7 @@ class Delivery:
 
     def forget_pages(self) -> None:
         """Drop the granted pages, which only writing needs."""
-        self.grant = replace(self.grant, pages={})
+        self._granted = {}
 
     def release(self) -> None:
         """Release the pages without a proof, at an operator's request."""
@@ -390,6 +403,7 @@ class Delivery:
             part.ranges,
             chunk.pages,
             self.grant,
+            self._granted,
             self._link,
             notice,
             cost,

@@ -8,14 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from kvflow.geometry.expected import expected_bytes
-from kvflow.geometry.pages import WIRE_PAGES, count_runs
+from kvflow.geometry.pages import PageTable, count_runs
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.state.effects import Cost
 from kvflow.state.events import Chunk, PeerRoute, ReadyEvent
-from kvflow.wire.messages import Grant
 
 __all__ = ["ChunkPart", "cost_of", "resume_at", "split_chunk"]
 
@@ -39,7 +36,11 @@ class ChunkPart(NamedTuple):
 
 
 def split_chunk(
-    chunk: Chunk, ranges: Mapping[str, TokenRange], grant: Grant, wanted: Mapping[str, TokenRange], link: PeerRoute
+    chunk: Chunk,
+    ranges: Mapping[str, TokenRange],
+    wanted: Mapping[str, TokenRange],
+    granted: Mapping[str, PageTable],
+    link: PeerRoute,
 ) -> list[ChunkPart]:
     """Split a chunk by layers if they become ready separately and are large enough, else by tokens if it is large.
 
@@ -50,13 +51,13 @@ def split_chunk(
         chunk: Chunk from the engine.
         ranges: Tokens of the chunk that the decode rank wants, by component; none is empty. Without any there is one
             part, which takes nothing.
-        grant: Grant of the decode rank.
         wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
+        granted: The pages that receive them.
         link: Route to the decode rank.
     """
     parts = [ChunkPart(ranges, None, 0)] if not ranges else []
     for group in link.route.by_location(ranges):
-        parts += _split_group(chunk, group, grant, wanted, link)
+        parts += _split_group(chunk, group, wanted, granted, link)
     if chunk.last:
         parts[-1] = parts[-1]._replace(last=True)
     return parts
@@ -91,14 +92,16 @@ def resume_at(chunk: Chunk, ranges: Mapping[str, TokenRange]) -> int:
 
 
 def _split_group(
-    chunk: Chunk, ranges: dict[str, TokenRange], grant: Grant, wanted: Mapping[str, TokenRange], link: PeerRoute
+    chunk: Chunk,
+    ranges: Mapping[str, TokenRange],
+    wanted: Mapping[str, TokenRange],
+    granted: Mapping[str, PageTable],
+    link: PeerRoute,
 ) -> list[ChunkPart]:
     """Split the components of a chunk in one location on each side."""
     expected = link.route.expected
     num_bytes = expected_bytes(expected, ranges, wanted)
-    policy = link.split_policy.choose(
-        num_bytes, lambda: sum(_count_runs(chunk, name, tokens, grant) for name, tokens in ranges.items())
-    )
+    policy = link.split_policy.choose(num_bytes, lambda: _count_runs(chunk, ranges, wanted, granted))
     ready = chunk.ready
     if chunk.layers:
         groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
@@ -116,15 +119,17 @@ def _split_group(
     ]
 
 
-def _count_runs(chunk: Chunk, name: str, tokens: TokenRange, grant: Grant) -> float:
-    """Estimate the number of page runs that hold tokens of one component on both sides; infinite if unknown.
-
-    The granted pages are not validated yet, so their pages are assumed to have equal numbers of tokens.
-    """
-    table, granted = chunk.pages.get(name), grant.pages.get(name, b"")
-    start, stop = grant.ranges[name]
-    if table is None or not granted or len(granted) % WIRE_PAGES.itemsize:
-        return math.inf
-    pages = np.frombuffer(granted, WIRE_PAGES)
-    first, last = (len(pages) * (token - start) / (stop - start) for token in tokens)
-    return count_runs(table.pages) + count_runs(pages[math.floor(first) : math.ceil(last)])
+def _count_runs(
+    chunk: Chunk,
+    ranges: Mapping[str, TokenRange],
+    wanted: Mapping[str, TokenRange],
+    granted: Mapping[str, PageTable],
+) -> float:
+    """Estimate the number of runs of pages that hold some tokens on both sides, as if all pages held equally many."""
+    num_runs = 0
+    for name, tokens in ranges.items():
+        start, stop = wanted[name]
+        pages = granted[name].pages
+        first, last = (len(pages) * (token - start) / (stop - start) for token in tokens)
+        num_runs += count_runs(chunk.pages[name].pages) + count_runs(pages[math.floor(first) : math.ceil(last)])
+    return num_runs

@@ -180,7 +180,11 @@ class Room:
         self.has_changed = True
 
     def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
-        """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far."""
+        """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far.
+
+        Raises:
+            PlanError: The granted page tables are invalid; nothing has changed.
+        """
         delivery = Delivery(self._context, peer, grant, link, self._on_change)
         self._on_change(delivery)
         self._num_decode_ranks = grant.num_decode_ranks

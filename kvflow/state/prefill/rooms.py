@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, Stage
+from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
 from kvflow.state.effects import CountAnomaly, DropPlan, Piece, PostPlan, PrefillEffect
@@ -177,7 +177,12 @@ class Rooms:
         if isinstance(asked, Announcement):
             room.announce(peer, asked)
             return self.follow(room, [], now)
-        return self.follow(room, room.grant(peer, asked, self._context.peers[peer].link, now), now)
+        try:
+            return self.follow(room, room.grant(peer, asked, self._context.peers[peer].link, now), now)
+        except PlanError as error:
+            failure = self._error(FailureReason.INVALID_PAGES, str(error))
+            refused = self._context.refuse(delivery_id, failure)
+            return [*refused, *self.fail(room, failure, now)]
 
     def close_replaced(self, delivery_id: DeliveryId, before: Asked) -> None:
         """Close the generation of a request that another one replaces."""

@@ -15,7 +15,17 @@ from kvflow.state.events import Chunk, LayersReady
 from kvflow.state.prefill.pieces import resume_at
 from kvflow.state.quarantine import NO_MEMORY, Footprint
 from kvflow.wire.messages import Ack, Cancel, Failed, Notice
-from tests.support.cores import ABORTED, DECODE, OTHER_DECODE, PrefillDriver, grant, messages, of_kind, reports
+from tests.support.cores import (
+    ABORTED,
+    DECODE,
+    OTHER_DECODE,
+    PrefillDriver,
+    grant,
+    messages,
+    of_kind,
+    pages_for,
+    reports,
+)
 from tests.support.sending import DELIVERY, ROOM, chunk, delivery, end, pieces, planned, posted
 from tests.support.small_routes import layout, small_pieces
 
@@ -320,7 +330,7 @@ def test_notices_without_bytes_are_forgotten_with_the_pieces_before_them() -> No
     core = PrefillDriver(TIMEOUTS, ONE_POST, side=side)
     core.connect(target=target)
     core(ev.SendOpened(ROOM))
-    core.hear(DECODE, grant(tokens=(0, 12)))
+    core.hear(DECODE, grant(tokens=(0, 12), pages={"kv": pages_for((0, 8))}))
     core(chunk(0, 2))
     core(chunk(2, 4))
     assert messages(core(chunk(4, 8)), Notice) == []

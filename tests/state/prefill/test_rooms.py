@@ -22,6 +22,7 @@ from tests.support.cores import (
     grant,
     messages,
     of_kind,
+    pages_for,
     peer,
     reports,
 )
@@ -373,7 +374,17 @@ def test_rooms_and_waiting_grants_are_bounded() -> None:
     assert failed.failure.reason is FailureReason.CAPACITY
 
 
-@pytest.mark.parametrize("limits", [Bounds(pending_grants=8), Limits(pending_grant_bytes=8 * 4)])
+def test_a_grant_with_pages_that_do_not_fit_is_refused_and_ends_the_room(core: PrefillDriver) -> None:
+    core(ev.SendOpened(ROOM))
+    effects = core.hear(DECODE, grant(tokens=(0, 8), pages={"kv": pages_for((0, 6))}))
+    (failed,) = failed_in(effects)
+    assert (failed.failure.reason, failed.drained) == (FailureReason.INVALID_PAGES, True)
+    assert reports(effects)[-1] == ("failed", "safe")
+    (again,) = failed_in(core.hear(DECODE, grant()))
+    assert again.failure == failed.failure
+
+
+@pytest.mark.parametrize("limits", [Bounds(pending_grants=8), Limits(pending_grant_bytes=8 * 16)])
 def test_grants_of_one_instance_leave_room_for_those_of_others(limits: Limits) -> None:
     core = PrefillDriver(limits=limits)
     greedy, honest = peer("greedy"), peer("honest")
@@ -394,7 +405,7 @@ def test_a_grant_instead_of_an_announcement_or_grant_is_weighed(is_announced: bo
     core.connect()
     for room in (1, 2, 3):
         announced = Announce(room=room, generation=1, num_decode_ranks=1, timeout_s=60.0)
-        assert core.hear(DECODE, announced if is_announced else grant(room=room)) == []
+        assert core.hear(DECODE, announced if is_announced else grant(room=room, pages={"kv": bytes(4)})) == []
     assert core.hear(DECODE, grant(room=1, generation=2, pages={"kv": bytes(28)})) == []
     assert core.hear(DECODE, grant(room=1, generation=2, pages={"kv": bytes(28)})) == [], "retransmitted"
     effects = core.hear(DECODE, grant(room=2, generation=2, pages={"kv": bytes(28)}))

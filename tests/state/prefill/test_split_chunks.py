@@ -24,6 +24,7 @@ from tests.support.cores import (
     grant,
     messages,
     of_kind,
+    pages_for,
     reports,
 )
 from tests.support.receiving import Transfer, request
@@ -94,12 +95,12 @@ def test_what_is_in_other_memory_is_a_piece_of_its_own() -> None:
     link = peer_route(both, both, route)
     device, ranges = Device(), {"kv": (0, 4), "state": (0, 4)}
     whole = Chunk((0, 4), {}, ready=device, last=True)
-    parts = split_chunk(whole, ranges, grant(tokens=(0, 4)), ranges, link)
+    parts = split_chunk(whole, ranges, ranges, {}, link)
     assert [(part.ranges, part.ready, part.last) for part in parts] == [
         ({"kv": (0, 4)}, device, False),
         ({"state": (0, 4)}, device, True),
     ]
-    assert len(split_chunk(whole, {"kv": (0, 4)}, grant(tokens=(0, 4)), ranges, link)) == 1
+    assert len(split_chunk(whole, {"kv": (0, 4)}, ranges, {}, link)) == 1
 
 
 def test_a_chunk_that_is_small_enough_is_one_piece(core: PrefillDriver) -> None:
@@ -206,7 +207,7 @@ def test_source_pages_are_not_safe_because_the_first_piece_of_the_last_chunk_has
     core = PrefillDriver(side=side)
     core.connect(target=target, split_policy=policy)
     core(ev.SendOpened(ROOM))
-    core.hear(DECODE, grant())
+    core.hear(DECODE, grant(pages={"kv": pages_for((0, 4))}))
     effects = core(chunk(0, 8, last=True))
     assert [said.ranges for _, said in messages(effects, Notice) if isinstance(said, Notice)] == [{"kv": (0, 4)}]
     assert (posted(effects), reports(effects)) == ([(1, (4, 8))], [])
