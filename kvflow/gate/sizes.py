@@ -32,15 +32,12 @@ MAX_RECORDS_BYTES: Final = 8 * 2**20
 LONG_BYTES: Final = 16 * 2**10
 """Limit for all kinds without a limit of their own, whose messages have less than half of it."""
 
-MAX_GRANT_BYTES: Final = LONG_BYTES + 4 * PAGES_INLINE
-MAX_PAGES_BYTES: Final = LONG_BYTES + 4 * PAGES_PER_PART
-
 LIMITS: Final = {
     b"hello": MAX_REQUEST_BYTES,
     b"register": MAX_REQUEST_BYTES,
     b"records": MAX_RECORDS_BYTES,
-    b"grant": MAX_GRANT_BYTES,
-    b"granted_pages": MAX_PAGES_BYTES,
+    b"grant": LONG_BYTES + 4 * PAGES_INLINE,
+    b"granted_pages": LONG_BYTES + 4 * PAGES_PER_PART,
     b"notice": MAX_MESSAGE_BYTES,
 }
 """Limits of the kinds that may have more than `LONG_BYTES`, by tag."""
