@@ -70,7 +70,10 @@ def measure_plans(layers: tuple[int, ...], tokens: tuple[int, ...]) -> Iterator[
     """
     for split, num_layers, num_tokens, page_size, table in product(SPLITS, layers, tokens, PAGE_SIZES, TABLES):
         route, src, dst = _route(split, num_layers, num_tokens, page_size)
-        if route.max_descriptors("kv", num_tokens) > MAX_DESCRIPTORS and table != "contiguous":
+        if (
+            sum(group.max_descriptors(num_tokens) for group in route.copy_groups) > MAX_DESCRIPTORS
+            and table != "contiguous"
+        ):
             continue
         share = _share(src, dst, num_tokens, table)
         descriptors = plan(route, {"kv": share})

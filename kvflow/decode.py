@@ -34,7 +34,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.settings import DecodeSettings
-from kvflow.state.tables import Memory, Outcome
+from kvflow.state.tables import Memory
 from kvflow.transfer import Transfer, reason_of
 from kvflow.trust import Trust
 from kvflow.wire.messages import Ack, Failure, Goodbye, RankRecord
@@ -379,14 +379,11 @@ class DecodeRank(Rank["RoomReceiver", ev.DecodeEvent, ef.DecodeEffect]):
                 assert_never(effect)
 
     def _report_receiver(self, effect: ef.ReportReceiver) -> None:
-        if effect.outcome is not Outcome.PENDING:
-            self._aggregate.stop_verifying(effect.generation)
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
             receiver.note_received(effect.received)
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
-        if effect.memory is Memory.SAFE:
-            self._aggregate.drop(effect.generation)
+        self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)
 
     def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:

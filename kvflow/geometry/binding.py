@@ -52,6 +52,7 @@ class CopyGroup:
         num_heads: Heads of each slice.
         head_bytes: Size of a cell.
         tokens_per_cell: Tokens that share a cell.
+        shard_step: Distance, in tokens, at which shards may change; 0 if both sides hold every token.
         layers: int64[num_slices], global layer of each slice.
         src_bases: uint64[num_slices], address of the first wanted head of page 0, token 0 on the sending side.
         dst_bases: uint64[num_slices], the same on the receiving side.
@@ -64,6 +65,7 @@ class CopyGroup:
     num_heads: int
     head_bytes: int
     tokens_per_cell: int
+    shard_step: int
     layers: NDArray[np.int64]
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
@@ -90,17 +92,11 @@ class CopyGroup:
         strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
         return self.tokens_contiguous and strides == (self.src.slot_stride, self.dst.slot_stride)
 
-    def max_descriptors(self, num_tokens: int, step: int, layers: LayerRange) -> int:
-        """Return an upper bound for the number of descriptors, before long ones are split.
-
-        Args:
-            num_tokens: Tokens to move.
-            step: Distance, in tokens, at which shards may change; 0 if both sides hold every token.
-            layers: Layers to move.
-        """
+    def max_descriptors(self, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
+        """Return an upper bound for the number of descriptors of some tokens and layers, before long ones are split."""
         cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
-        if step:
-            cuts = num_tokens // math.gcd(step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
+        if self.shard_step:
+            cuts = num_tokens // math.gcd(self.shard_step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
         num_cells = num_tokens // self.tokens_per_cell + 2
         runs = min(cuts, num_cells) if self.tokens_contiguous else num_cells
         is_whole = layers == ALL_LAYERS
@@ -152,18 +148,6 @@ class BoundRoute(NamedTuple):
             parts.setdefault(self.locations.get(name), {})[name] = tokens
         return list(parts.values())
 
-    def max_descriptors(self, component: str, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
-        """Return an upper bound for the descriptors of a plan for `num_tokens` tokens of a component."""
-        expected = self.expected.get(component)
-        step = 0
-        if expected is not None and not expected.is_whole:
-            step = math.gcd(*(shard.interleave for shard in (expected.src, expected.dst) if shard.size > 1))
-        total = 0
-        for group in self.copy_groups:
-            if group.component == component:
-                total += group.max_descriptors(num_tokens, step, layers)
-        return total
-
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
     """Check a route against both layouts and group its region slices by geometry.
@@ -192,6 +176,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
             num_heads,
             region.head_bytes,
             region.tokens_per_cell,
+            math.gcd(*(side.shard.interleave for side in (source, target) if side.shard.size > 1)),
         )
         bases = (region_slice.layer, _base(region, region_slice), _base(target.region, region_slice))
         groups.setdefault(shape, []).append(bases)
@@ -233,6 +218,7 @@ class _GroupShape(NamedTuple):
     num_heads: int
     head_bytes: int
     tokens_per_cell: int
+    shard_step: int
 
 
 def _holding_for(region_slice: RegionSlice, holdings: Mapping[RegionKey, HeldRegion], side: str) -> HeldRegion:

@@ -154,7 +154,8 @@ def plan_extents(
         key = (group.component, group.tokens_per_cell, group.pages_contiguous)
         if key not in runs:
             runs[key] = _cell_runs(components[group.component], group.tokens_per_cell, joined=group.pages_contiguous)
-        parts.append((included, _split(_merge(_extents(group, runs[key])), max_bytes)))
+        extents = _merge(_extents(group, runs[key]))
+        parts.append((included, extents if max_bytes is None else _split(extents, max_bytes)))
     return ExtentPlan(parts)
 
 
@@ -213,9 +214,9 @@ def _merge(extents: _Extents) -> _Extents:
     return _Extents(extents.src[starts], extents.dst[starts], np.add.reduceat(extents.lengths, starts))
 
 
-def _split(extents: _Extents, max_bytes: int | None) -> _Extents:
+def _split(extents: _Extents, max_bytes: int) -> _Extents:
     """Split extents that are longer than `max_bytes`."""
-    if max_bytes is None or not len(extents.lengths) or int(extents.lengths.max()) <= max_bytes:
+    if not len(extents.lengths) or int(extents.lengths.max()) <= max_bytes:
         return extents
     limit = np.uint64(max_bytes)
     counts = ((extents.lengths + (limit - np.uint64(1))) // limit).astype(np.intp)

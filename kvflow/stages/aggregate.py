@@ -16,8 +16,9 @@ from kvflow.packing.scatter import Scattering
 from kvflow.packing.staging import StagingMemory
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import find_difference
-from kvflow.state.effects import ScatterStaged, VerifyDigests
+from kvflow.state.effects import ReportReceiver, ScatterStaged, VerifyDigests
 from kvflow.state.events import DecodeEvent, DigestsVerified, NoticeDelivered, Scattered
+from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.codec import Reader
 from kvflow.wire.messages import Failure, Notice
 
@@ -71,14 +72,12 @@ class Aggregate:
         self._compared[effect.opened.generation] = None
         self._context.start_task(self._verify, effect)
 
-    def stop_verifying(self, generation: int) -> None:
-        """Stop verifying a transfer whose result is no longer needed."""
-        self._compared.pop(generation, None)
-
-    def drop(self, generation: int) -> None:
-        """Discard the state of a transfer that has ended."""
-        if self._scattering is not None:
-            self._scattering.drop(generation)
+    def follow(self, report: ReportReceiver) -> None:
+        """Stop verifying a transfer whose outcome is decided, and discard the state of one whose pages are safe."""
+        if report.outcome is not Outcome.PENDING:
+            self._compared.pop(report.generation, None)
+        if report.memory is Memory.SAFE and self._scattering is not None:
+            self._scattering.drop(report.generation)
 
     async def _scatter(self, effect: ScatterStaged) -> None:
         failure: Failure | None = None

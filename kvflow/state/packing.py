@@ -63,7 +63,7 @@ def packed_policy(
         packing: As in `pays_off`.
     """
     num_bytes = sum(expected.num_bytes((0, SAMPLE_TOKENS), final=True) for expected in route.expected.values())
-    num_descriptors = sum(route.max_descriptors(name, SAMPLE_TOKENS) for name in route.expected)
+    num_descriptors = sum(group.max_descriptors(SAMPLE_TOKENS) for group in route.copy_groups)
     if not num_bytes:
         return split_policy
     num_per_slot = num_descriptors * slot_bytes // num_bytes

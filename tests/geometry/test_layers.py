@@ -9,7 +9,7 @@ from kvflow.geometry.expected import ExpectedBytes, LayerBytes, expected_bytes
 from kvflow.geometry.pages import TokenPages
 from kvflow.geometry.ranges import ALL_LAYERS, WHOLE, LayerRange
 from kvflow.geometry.split import LayerPiece, SplitPolicy, split_policy_for
-from tests.support.links import links
+from tests.support.links import links, max_descriptors
 from tests.support.worlds import Rank, World, execute, worlds
 
 TOKENS = {"kv": (0, 10)}
@@ -78,9 +78,7 @@ def send_by_layers(world: World, bound: BoundRoute, sides: tuple[Rank, Rank], le
         descriptors = plan(bound, components, layers=layers)
         assert descriptors.num_bytes == expected_bytes(bound.expected, wanted, wanted, layers)
         assert descriptors.num_bytes >= least or layers[1] is None
-        assert len(descriptors.src) <= sum(
-            bound.max_descriptors(name, stop - start, layers) for name, (start, stop) in wanted.items()
-        )
+        assert len(descriptors.src) <= max_descriptors(bound, wanted, layers)
         if group < len(stops) - 1:
             late: LayerRange = (max(layers[0], stops[group]), layers[1])
             assert late[1] == late[0] or not plan(bound, components, layers=late).num_bytes

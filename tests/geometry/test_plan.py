@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvflow.errors import PlanError
 from kvflow.geometry import BoundRoute, ComponentSlice, PageTable, bind_route, compile_routes, head_range, plan
 from tests.support.examples import examples
-from tests.support.links import bytes_of
+from tests.support.links import bytes_of, max_descriptors
 from tests.support.pools import PagedShape, Pool, copy_by_cells, execute
 
 HIGH = 0xFFFF81AB54E01000
@@ -79,7 +79,7 @@ def test_executed_plan_equals_the_oracle(
             descriptors = plan(bound, {"kv": ComponentSlice(tokens, src_table, dst_table)})
             assert descriptors.src.dtype == descriptors.dst.dtype == np.uint64
             assert descriptors.num_bytes == bytes_of(bound, "kv", tokens, final=True)
-            assert len(descriptors.src) <= bound.max_descriptors("kv", tokens[1] - tokens[0])
+            assert len(descriptors.src) <= max_descriptors(bound, {"kv": tokens})
             execute(descriptors, src, received)
             copy_by_cells(route, src, expected, (src_table.pages, dst_pages), tokens)
         for got, want in zip(received.buffers, expected.buffers, strict=True):

@@ -1,6 +1,6 @@
 """Routes and plans of kvflow between the ranks of a drawn world."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from kvflow.geometry import (
     compile_routes,
     plan,
 )
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
 from tests.support.worlds import Rank, World, execute
 
-__all__ = ["Link", "bytes_of", "chunk_slices", "links", "send"]
+__all__ = ["Link", "bytes_of", "chunk_slices", "links", "max_descriptors", "send"]
 
 
 class Link(NamedTuple):
@@ -43,6 +44,13 @@ def bytes_of(bound: BoundRoute, component: str, tokens: TokenRange, *, final: bo
     return bound.expected[component].num_bytes(tokens, final=final) if component in bound.expected else 0
 
 
+def max_descriptors(bound: BoundRoute, ranges: Mapping[str, TokenRange], layers: LayerRange = ALL_LAYERS) -> int:
+    """Return the upper bound for the descriptors of some tokens and layers."""
+    tokens = {name: stop - start for name, (start, stop) in ranges.items()}
+    groups = [group for group in bound.copy_groups if group.component in tokens]
+    return sum(group.max_descriptors(tokens[group.component], layers) for group in groups)
+
+
 def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) -> Iterator[tuple[str, ComponentSlice]]:
     """Yield each chunk that goes from one rank to another, with the name of its component."""
     for name in bound.expected:
@@ -58,8 +66,7 @@ def chunk_slices(world: World, bound: BoundRoute, source: Rank, target: Rank) ->
 def send(world: World, bound: BoundRoute, source: Rank, target: Rank) -> None:
     """Plan and execute each chunk of each component."""
     for name, component in chunk_slices(world, bound, source, target):
-        start, stop = component.tokens
-        assert len(plan(bound, {name: component}).src) <= bound.max_descriptors(name, stop - start)
+        assert len(plan(bound, {name: component}).src) <= max_descriptors(bound, {name: component.tokens})
         descriptors = plan(bound, {name: component}, max_bytes=7)
         assert descriptors.num_bytes == bytes_of(bound, name, component.tokens, final=component.final)
         assert int(descriptors.src[:, 1].max(initial=0)) <= 7

@@ -80,6 +80,7 @@ class Room:
         generation: Number of this transfer, never reused by this incarnation.
         request: State of the request.
         told: All ranks of the instance, once the room was announced or granted to them.
+        granted: All ranks of the instance, once they may write; empty before.
         deadline: When the room times out.
         ranks: Prefill ranks that must send bytes, by engine rank.
         tally: Counters over `ranks`.
@@ -96,6 +97,7 @@ class Room:
         self.deadline = deadline
         self.request = RequestState.ANNOUNCED if opened.is_announced else RequestState.WAITING
         self.told: tuple[PeerId, ...] = ()
+        self.granted: tuple[PeerId, ...] = ()
         self.state = TransferState(Memory.SAFE if opened.is_announced else Memory.HELD)
         self.failure: Failure | None = None
         self.ranks: dict[int, RankProgress] = {}
@@ -107,11 +109,6 @@ class Room:
         self._first_notice_at = 0.0
         self.is_verifying = False
         self._is_verified = False
-
-    @property
-    def granted(self) -> tuple[PeerId, ...]:
-        """All ranks of the instance, once they may write; empty before."""
-        return self.told if self.request is RequestState.GRANTED else ()
 
     @property
     def is_announced(self) -> bool:
@@ -153,7 +150,10 @@ class Room:
         self.request = REQUEST[self.request, RequestSignal.CONNECTED]
         self.told = tuple(rank.peer for rank in ranks)
         self.num_retransmits = 0
-        return self._announce(timeout_s) if self.is_announced else self._grant_all(ranks, timeout_s)
+        if self.is_announced:
+            return self._announce(timeout_s)
+        self.granted = self.told
+        return self._grant_all(ranks, timeout_s)
 
     def _announce(self, timeout_s: float) -> list[DecodeEffect]:
         return [SendMessage(peer, make_announce(self.opened, timeout_s)) for peer in self.told]
@@ -294,7 +294,7 @@ class Room:
 
     def _judge(self, progress: RankProgress) -> list[DecodeEffect]:
         """Fail the room if a rank has sent all notices without accounting for everything; otherwise review it."""
-        if progress.has_all_notices and progress.state is RankState.WRITING:
+        if progress.state is RankState.WRITING and progress.has_all_notices:
             detail = progress.shortfall() or "nothing is missing"
             return self.stop(Signal.FAILED, self._error(FailureReason.INCOMPLETE, progress.peer, detail))
         return self._review()
@@ -359,11 +359,11 @@ class Room:
 
     def _review(self, extra: Signal | None = None) -> list[DecodeEffect]:
         """Derive the transfer's state from its ranks, and report it if it has changed."""
-        if self._must_verify():
+        if self.opened.digest and self._must_verify():
             self.is_verifying = True
             return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
         before = (self.state.outcome, self.state.memory)
-        if not self.is_verifying and not self.is_scattering:  # else this rank accesses the pages
+        if not self.is_verifying and not self.tally.num_scattering:  # else this rank accesses the pages
             self._conclude()
         if extra is not None:
             self.state.apply(extra)
@@ -374,7 +374,7 @@ class Room:
         return [self._report(), *(self._acks() if is_success else [])]
 
     def _must_verify(self) -> bool:
-        if not self.opened.digest or self._is_verified or self.is_verifying or not self.state.is_pending:
+        if self._is_verified or self.is_verifying or not self.state.is_pending:
             return False
         if self.is_scattering:  # the bytes must not change while they are compared
             return False

@@ -72,8 +72,10 @@ def cost_of(part: ChunkPart, link: PeerRoute, max_descriptor_bytes: int | None) 
         max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
     """
     num_descriptors = part.num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
-    for name, (start, stop) in part.ranges.items():
-        num_descriptors += link.route.max_descriptors(name, stop - start, part.layers)
+    for group in link.route.copy_groups:
+        start, stop = part.ranges.get(group.component, (0, 0))
+        if start < stop:
+            num_descriptors += group.max_descriptors(stop - start, part.layers)
     return Cost(part.num_bytes, num_descriptors)
 
 

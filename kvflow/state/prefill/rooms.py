@@ -180,7 +180,7 @@ class Rooms:
         try:
             return self.follow(room, room.grant(peer, asked, self._context.peers[peer].link, now), now)
         except PlanError as error:
-            failure = self._error(FailureReason.INVALID_PAGES, str(error))
+            failure = Failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(self._context.me.rank), str(error))
             refused = self._context.refuse(delivery_id, failure)
             return [*refused, *self.fail(room, failure, now)]
 
