@@ -6,6 +6,7 @@ first, and checks kvflow's promises in each.
 """
 
 from simulation.explore.search import Exploration, Violation, explore
-from simulation.explore.world import FAULTS, Setup, SmallWorld
+from simulation.explore.setup import FAULTS, Setup
+from simulation.explore.small import SmallWorld
 
 __all__ = ["FAULTS", "Exploration", "Setup", "SmallWorld", "Violation", "explore"]

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from simulation.explore.world import Setup, SmallWorld
+from simulation.explore.setup import Setup
+from simulation.explore.small import SmallWorld
 
 __all__ = ["Exploration", "Violation", "explore"]
 

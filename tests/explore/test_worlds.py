@@ -14,7 +14,8 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 from simulation.explore import FAULTS, Exploration, Setup, SmallWorld, explore
 from simulation.explore.search import Violation
-from simulation.explore.world import PromiseBroken, Step
+from simulation.explore.small import Step
+from simulation.explore.world import PromiseBroken
 from tests.explore.worlds import WORLDS
 from tests.support.slow import slow_except
 
@@ -214,7 +215,7 @@ def test_a_world_notices_that_service_does_not_come_back(monkeypatch: pytest.Mon
     world = taken(SmallWorld(Setup()), *SENT, "kill P0")
     world.num_faults = 1
     world.copy().check_end()
-    dead = world._records
+    dead = world.records
     carry_out = SmallWorld._carry_out_decode
 
     def carry_out_blindly(world: SmallWorld, number: int, effect: Any, event: Any) -> None:
