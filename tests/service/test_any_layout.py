@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import kvflow
+from kvflow.backends import nixl
 from kvflow.backends.base import Backend
 from kvflow.bounds import Bounds
 from kvflow.geometry.pages import TokenPages
 from kvflow.statistics import StagingStatistics
+from kvflow.testing.device import FakeDevice, on_fake_device
 from tests.support.examples import examples
 from tests.support.faulty_memory import MappedMemoryBackend
 from tests.support.instances import decode_config, prefill_config
@@ -32,12 +35,16 @@ posts = st.sampled_from([1, 50, 300, 2**20])
 stops_of_layers = st.just(()) | st.sets(st.integers(1, 5), min_size=1).map(lambda stops: tuple(sorted(stops)))
 """Ends of the groups of layers that get ready together; empty if a chunk gets ready as a whole."""
 
+devices = st.tuples(st.booleans(), st.booleans())
+"""Whether prefill, and whether decode has its memory on a device."""
+
 ROOM = 1
 
 STAGING = {"staging_bytes": 2**24, "staging_slot_bytes": 2**18}
 """Staging memory for tests that pack everything; there is none by default on devices."""
 
 
+@pytest.mark.host_memory
 @pytest.mark.timeout(120)
 @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
@@ -47,16 +54,32 @@ async def test_over_memory_at_any_address(world: World, post: int, stops: tuple[
 
 @pytest.mark.timeout(180)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
-@given(world=small_worlds, post=posts, stops=stops_of_layers)
-async def test_over_nixl_at_real_addresses(world: World, post: int, stops: tuple[int, ...]) -> None:
-    await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
+@given(world=small_worlds, post=posts, stops=stops_of_layers, on_device=devices)
+async def test_over_nixl(world: World, post: int, stops: tuple[int, ...], on_device: tuple[bool, bool]) -> None:
+    """On a device, whose addresses may have bit 63, the host must not touch anything."""
+    for side, is_on_device in zip((world.prefill, world.decode), on_device, strict=True):
+        for rank in side.values():
+            if is_on_device:
+                put_on_device(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl, "NixlBackend", on_fake_device(nixl.NixlBackend))
+        await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
+
+
+def put_on_device(rank: Rank) -> None:
+    memory = FakeDevice(1, is_high=rank.base >= 2**63).allocate(len(rank.memory))
+    memory.write(0, rank.memory)
+    rank.memory = memory.array
+    rank.move(memory.address)
+    rank.layout = replace(rank.layout, memory_kind="VRAM", device_id=1)
 
 
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:
     """Compute and `transfer` the request, and compare all memory with the model."""
     if backend != "memory":  # it maps any address
         for rank in (*world.prefill.values(), *world.decode.values()):
-            rank.move(rank.memory.ctypes.data)
+            if rank.layout.is_on_host:
+                rank.move(rank.memory.ctypes.data)
     world.compute()
     found = await transfer(world, backend, **options)
     for rank in world.decode.values():

@@ -23,6 +23,8 @@ from simulation import NO_FAULTS, REGISTRY, Faults, Process, World
 from simulation.loop import PROCESS
 from tests.support.instances import QUICK, Deployment, decode_config, make_pool, prefill_config
 
+pytestmark = pytest.mark.host_memory  # the simulation has its own transport
+
 Act = Callable[[], Coroutine[Any, Any, object]]
 
 KINDS: Final = ("task", "scope")

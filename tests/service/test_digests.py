@@ -33,6 +33,7 @@ from tests.support.worlds import World
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.host_memory
 @pytest.mark.timeout(180)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)

@@ -121,6 +121,7 @@ PLACES = {
 }
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 async def test_last_chunk_is_a_write_for_each_location(places: tuple[list[Location], list[Location]]) -> None:
     """Pages, window and state in the same location share one write."""

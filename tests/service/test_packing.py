@@ -88,6 +88,7 @@ def _has_all_slots(rank: kvflow.PrefillRank) -> bool:
     return not len(rank._core.slots)
 
 
+@pytest.mark.host_memory
 @pytest.mark.timeout(120)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
@@ -166,6 +167,7 @@ async def test_a_piece_that_is_larger_than_a_slot_goes_direct() -> None:
             assert found.packed_bytes + found.direct_bytes == 10 * 192
 
 
+@pytest.mark.host_memory
 async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never() -> None:
     """The transport's `descriptor_overhead_s` decides."""
 
@@ -188,6 +190,7 @@ async def test_small_pieces_are_packed_when_that_is_quicker_and_large_ones_never
             assert bool(staging(deployment.prefill[0]).packed_posts) is expected
 
 
+@pytest.mark.host_memory
 @pytest.mark.parametrize("gathered_inline", [2**18, 1])
 async def test_a_piece_whose_pages_happen_to_follow_each_other_goes_direct_and_gives_its_slots_back(
     gathered_inline: int, monkeypatch: pytest.MonkeyPatch
@@ -417,7 +420,11 @@ async def test_the_next_incarnation_of_a_prefill_rank_gets_a_window_of_its_own()
         await deployment.close(first)
         await until(lambda: not decode.statistics().peers)  # otherwise the next room would go to the first one
         config = prefill_config(
-            deployment.registry.endpoint, packing="always", staging_slot_bytes=SLOT_BYTES, limits=PAGE_PIECES
+            deployment.registry.endpoint,
+            packing="always",
+            staging_bytes=8 * SLOT_BYTES,
+            staging_slot_bytes=SLOT_BYTES,
+            limits=PAGE_PIECES,
         )
         again = kvflow.PrefillRank(config, deployment.sources[0].layout)
         deployment.prefill[:] = [await deployment.open(again, stack)]

@@ -21,7 +21,6 @@ from kvflow.errors import (
     Stage,
     TransferFailed,
 )
-from kvflow.geometry.layout import MemoryRange
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.events import MessageArrived, ProbeFinished
 from kvflow.state.prefill import peers
@@ -30,6 +29,7 @@ from kvflow.state.quarantine import ProofKind
 from kvflow.state.tables import Memory
 from kvflow.wire.messages import Cancel
 from tests.observe.lines import Lines, printed
+from tests.support.device import memory_at
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
 from tests.support.ports import unused_port
@@ -318,7 +318,7 @@ async def decode_rank(registry: str) -> AsyncIterator[kvflow.DecodeRank]:
 def has_bytes(decode: kvflow.DecodeRank) -> bool:
     """Return whether bytes from the prefill process are in the pages."""
     region = decode.layout.components[0].regions[0]
-    return bool((decode._backend.view(MemoryRange(region.address, region.span)) == FILL).any())
+    return FILL in memory_at(region.address, region.span)
 
 
 async def stop_in_the_middle(

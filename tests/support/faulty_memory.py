@@ -77,7 +77,8 @@ class FaultyMemoryBackend(MemoryBackend):
         super().post(post_id, peer, descriptors, notice)
         self._faults.posted.append((peer, descriptors.num_bytes))
         fault = self._faults.plan.popleft() if self._faults.plan else None
-        self._fault_of[post_id] = fault, int(descriptors.dst[0, 0])
+        _, first_byte, _ = self._writes[-1].descriptors[0]
+        self._fault_of[post_id] = fault, first_byte
 
     @override
     def _take_turn(self) -> None:

@@ -16,6 +16,7 @@ from kvflow.geometry import (
     RegionKey,
     Route,
 )
+from tests.support import device
 
 DTYPE = "uint8"
 FINGERPRINT = "test-model"
@@ -58,13 +59,14 @@ class Pool:
     ) -> None:
         self.shape = shape
         size = 2 * shape.num_pages * shape.page_bytes
-        self.buffers = [np.full(size, fill, np.uint8) for _ in range(shape.num_layers)]
+        allocated = [device.allocate(size, fill) for _ in range(shape.num_layers)]
+        self.buffers = [buffer for buffer, _ in allocated]
         self._addresses = [
-            buffer.ctypes.data if base is None else base + index * 2 * size for index, buffer in enumerate(self.buffers)
+            address if base is None else base + index * 2 * size for index, (_, address) in enumerate(allocated)
         ]
         regions = tuple(self._region(tensor, layer) for layer in range(shape.num_layers) for tensor in ("k", "v"))
         allocations = tuple(sorted(MemoryRange(address, size) for address in self._addresses))
-        self.layout = KVLayout((Component("kv", regions),), fingerprint, allocations)
+        self.layout = KVLayout((Component("kv", regions),), fingerprint, allocations, *device.LOCATION)
         self.layout.keep(self.buffers)
 
     def randomize(self, rng: np.random.Generator) -> None:
