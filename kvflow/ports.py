@@ -18,9 +18,7 @@ __all__ = [
     "OnRefused",
     "Ports",
     "RunInThread",
-    "ignore_kind_refused",
-    "ignore_obstacle",
-    "ignore_refusal",
+    "ignore",
 ]
 
 Result = TypeVar("Result")
@@ -30,16 +28,8 @@ OnObstacle = Callable[[str, bool], None]
 OnKindRefused = Callable[[str, str], None]
 
 
-def ignore_refusal(_detail: str) -> None:
-    """Do nothing about a refusal."""
-
-
-def ignore_obstacle(_detail: str, _is_short: bool) -> None:
-    """Do nothing about an obstacle."""
-
-
-def ignore_kind_refused(_kind: str, _detail: str) -> None:
-    """Do nothing about a refusal."""
+def ignore(*_: object) -> None:
+    """Do nothing about a refusal or an obstacle."""
 
 
 class Connection(Protocol):
@@ -123,7 +113,7 @@ class ControlChannel(Protocol):
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnKindRefused = ignore_kind_refused,
+        on_refused: OnKindRefused = ignore,
     ) -> Listener:
         """Bind a socket.
 
@@ -149,8 +139,8 @@ class ControlChannel(Protocol):
         on_lost: Callable[[], None],
         *,
         keys: ClientKeys | None = None,
-        on_refused: OnRefused = ignore_refusal,
-        on_obstacle: OnObstacle = ignore_obstacle,
+        on_refused: OnRefused = ignore,
+        on_obstacle: OnObstacle = ignore,
     ) -> Connection:
         """Connect to a listener.
 

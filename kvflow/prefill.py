@@ -321,19 +321,21 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._postpone(connection, unread)
 
     def _handle_request(self, connection: bytes, message: Request, num_bytes: int) -> None:
-        if isinstance(message, DirectoryMessage):
-            self._take_for_directory(connection, message, num_bytes)
-            return
         denied = ""
         if isinstance(message, AUTHORIZED):
             names, sender = self._listener.names_of(connection), self._core.peers.claimant(connection)
             keys, unix_time = self._trust.capability_keys, self._ports.unix_time()
             denied = message_denial(message, names, sender, self.me.rank.instance, keys, unix_time)
         try:
+            if isinstance(message, DirectoryMessage):
+                if self._directory is not None:
+                    self._directory.handle_message(connection, message)
+                return
             if not denied and self._grants.collect_message(connection, message):
                 return
         except RemoteProtocolError as error:
-            self._reject(connection, error, num_bytes)
+            kind = "registration_rejected" if isinstance(message, DirectoryMessage) else "message_rejected"
+            self._reject(connection, error, num_bytes, kind)
             return
         principal = self._gate.principal_of(connection) if isinstance(message, Hello) else ""
         self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
@@ -344,22 +346,15 @@ class PrefillRank(Rank["RoomSender", ev.PrefillEvent, ef.PrefillEffect]):
             self._grants.follow(event)
         return effects
 
-    def _take_for_directory(self, connection: bytes, message: DirectoryMessage, num_bytes: int) -> None:
-        if self._directory is None:
-            return
-        try:
-            self._directory.handle_message(connection, message)
-        except RemoteProtocolError as error:
-            verdict = self._gate.reject("registration_rejected", connection, num_bytes, self._ports.now())
-            self._anomalies.carry_out(verdict, detail=str(error))
-
-    def _reject(self, connection: bytes, error: RemoteProtocolError, num_bytes: int) -> None:
+    def _reject(
+        self, connection: bytes, error: RemoteProtocolError, num_bytes: int, kind: str = "message_rejected"
+    ) -> None:
         """Count a message that is malformed or dropped.
 
         Raises:
             RemoteProtocolError: The sender's limit is exceeded, and its connection must be closed.
         """
-        verdict = self._gate.reject("message_rejected", connection, num_bytes, self._ports.now())
+        verdict = self._gate.reject(kind, connection, num_bytes, self._ports.now())
         peer, stage = self._core.peers.claimant(connection), Stage.BOOTSTRAP.value
         self._anomalies.carry_out(verdict, peer, stage=stage, detail=str(error))
 

@@ -15,7 +15,7 @@ import anyio
 
 from kvflow.addresses import check_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
-from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore_kind_refused, ignore_obstacle, ignore_refusal
+from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore
 from kvflow.trust import PLAIN, ClientKeys, Trust
 from kvflow.wire.codec import decode
 from kvflow.wire.messages import Hello, Welcome
@@ -512,7 +512,7 @@ class SimulatedChannel:
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnKindRefused = ignore_kind_refused,
+        on_refused: OnKindRefused = ignore,
     ) -> SimulatedListener:
         """Bind a socket, as the port specifies."""
         return self._network.listen(self._process, bind, advertise, on_message)
@@ -524,8 +524,8 @@ class SimulatedChannel:
         on_lost: Callable[[], None],
         *,
         keys: ClientKeys | None = None,
-        on_refused: OnRefused = ignore_refusal,
-        on_obstacle: OnObstacle = ignore_obstacle,
+        on_refused: OnRefused = ignore,
+        on_obstacle: OnObstacle = ignore,
     ) -> Dialer:
         """Open a connection, as the port specifies."""
         return self._network.connect(self._process, endpoint, on_message, on_lost)

@@ -43,7 +43,7 @@ from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachabl
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
 from kvflow.gate.unread import GRACE_S, MAX_PAUSE_S, MUCH_BYTES
 from kvflow.hosts import host_towards
-from kvflow.ports import OnKindRefused, ignore_kind_refused
+from kvflow.ports import OnKindRefused, ignore
 from kvflow.resources import check_shortage, descriptors, find_shortage
 from kvflow.trust import ANY, PLAIN, PRINCIPAL_DIGITS, Trust
 
@@ -85,7 +85,7 @@ class ZmqListener:
         on_message: Callable[[bytes, Sequence[bytes]], None],
         *,
         trust: Trust = PLAIN,
-        on_refused: OnKindRefused = ignore_kind_refused,
+        on_refused: OnKindRefused = ignore,
     ) -> None:
         check_bind(bind, advertise)
         try:
@@ -302,7 +302,7 @@ class ZmqListener:
         name = name_in(frames[0]) or routing_id
         if self._authenticator is not None:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
-        if self._intake.is_watched(self._intake.fd):
+        if self._intake.fd in self._intake.unread:
             self._routes.note(name, LatestConnection(routing_id, self._intake.fd))
         return [name, *parts]
 
@@ -320,7 +320,7 @@ class ZmqListener:
         if event == ACCEPTED:
             self._intake.watch(fd)
             return
-        is_refusal = self._authenticator is not None and self._intake.is_unheard(fd)
+        is_refusal = self._authenticator is not None and self._intake.unread.is_unheard(fd)
         num_left = self._intake.forget(fd)
         self._routes.forget(fd)
         self._look_for_leftovers(num_left)

@@ -36,7 +36,7 @@ from kvflow.control.sockets import (
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.gate.unread import MAX_WAITING_BYTES
-from kvflow.ports import OnObstacle, OnRefused, ignore_obstacle, ignore_refusal
+from kvflow.ports import OnObstacle, OnRefused, ignore
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
 
@@ -217,8 +217,8 @@ class ZmqConnection:
         on_lost: Callable[[], None],
         *,
         keys: ClientKeys | None = None,
-        on_refused: OnRefused = ignore_refusal,
-        on_obstacle: OnObstacle = ignore_obstacle,
+        on_refused: OnRefused = ignore,
+        on_obstacle: OnObstacle = ignore,
     ) -> None:
         self._host, _ = split_address("endpoint", endpoint)
         self._endpoint = endpoint

@@ -63,6 +63,7 @@ class Intake:
 
     Attributes:
         num_bytes: Total size of the messages that were read or dropped.
+        unread: The connections that exist and have not been closed from this side, and their unread bytes.
         fd: Descriptor of the connection that the latest message arrived on; -1 if that has ended.
     """
 
@@ -80,7 +81,7 @@ class Intake:
         self._take_news = take_news
         has_ids = is_listener(zmq_socket)
         self._num_ids = int(has_ids)
-        self._unread = UnreadBytes(is_listener=has_ids)
+        self.unread = UnreadBytes(is_listener=has_ids)
         self._unsent = UnsentBytes(self._acked)
         self._check_s = LISTENER_CHECK_S if has_ids else CONNECTION_CHECK_S
         self._loop = asyncio.get_running_loop()
@@ -118,7 +119,7 @@ class Intake:
         try:
             frame = self._socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
-            self._unread.ended.clear()  # nothing is left of connections that have ended
+            self.unread.ended.clear()  # nothing is left of connections that have ended
             for fd in self._doubtful:
                 self._owners.pop(fd, None)
             self._doubtful.clear()
@@ -138,7 +139,7 @@ class Intake:
             self._on_refused("message_rejected", "it was sent with ZMTP 2 or older")
             return []
         self._take_news()  # the descriptor may belong to a new connection by now
-        if fd in self._nameless and name not in self._unread.ended:
+        if fd in self._nameless and name not in self.unread.ended:
             self._broken[name] = None
             self._is_in_rest = frame.more
             return []
@@ -159,7 +160,7 @@ class Intake:
         While that is in doubt, both count as the connection, so that the one that exists is answered.
         """
         owner = self._owners.get(fd)
-        if (owner is None or fd in self._doubtful) and fd in self._unread and name not in self._unread.ended:
+        if (owner is None or fd in self._doubtful) and fd in self.unread and name not in self.unread.ended:
             owner = self._owners[fd] = name
         return fd if owner == name else -1
 
@@ -169,29 +170,21 @@ class Intake:
         for part in parts:
             num_bytes += self._tcp.bytes_on_wire(len(part))
         self.num_bytes += num_bytes
-        if self.fd in self._unread:
-            self._unread.note_read(self.fd, num_bytes)
+        if self.fd in self.unread:
+            self.unread.note_read(self.fd, num_bytes)
             if self._loop.time() >= self._look_at:
                 self._look_at_some()
-        elif self._name in self._unread.ended:
-            self._unread.ended[self._name] = max(self._unread.ended[self._name] - num_bytes, 0)
+        elif self._name in self.unread.ended:
+            self.unread.ended[self._name] = max(self.unread.ended[self._name] - num_bytes, 0)
 
     def watch(self, fd: int) -> None:
         """Watch a new connection, by its descriptor."""
         self.forget(fd)
         self._nameless.discard(fd)
-        self._unread.watch(fd)
+        self.unread.watch(fd)
         self._unsent.watch(fd)
         if self._timer is None:
             self._timer = self._loop.call_later(self._check_s, self._check)
-
-    def is_watched(self, fd: int) -> bool:
-        """Return whether a connection exists and has not been closed from this side."""
-        return fd in self._unread
-
-    def is_unheard(self, fd: int) -> bool:
-        """Return whether a connection exists and has not delivered a message."""
-        return self._unread.is_unheard(fd)
 
     def may_send(self, fd: int) -> bool:
         """Return whether another message may be sent over a connection. Closes those whose peers do not read."""
@@ -209,22 +202,22 @@ class Intake:
             How many bytes of it are unread, as far as known.
         """
         name = self._owners.pop(fd, None)
-        if fd in self._unread and name is None:
+        if fd in self.unread and name is None:
             self._doubtful.add(fd)
-        left = self._unread.forget(fd)
+        left = self.unread.forget(fd)
         self._unsent.forget(fd)
         if name is not None and name not in self._broken:
-            self._unread.ended[name] = left
+            self.unread.ended[name] = left
         return left
 
     def cut(self, fd: int, why: str) -> None:
         """Close a connection, and drop its unread messages."""
-        if fd in self._unread and self._tcp.shut(fd):
+        if fd in self.unread and self._tcp.shut(fd):
             name = self._owners.get(fd)
             if name is None:
                 self._nameless.add(fd)
             self._break(name, why)
-            self._unread.keep_left(fd, self.forget(fd))
+            self.unread.keep_left(fd, self.forget(fd))
 
     def _carry_out(self, cuts: Sequence[Cut]) -> None:
         for one, why in cuts:
@@ -235,7 +228,7 @@ class Intake:
 
     def cut_sender(self, why: str) -> None:
         """Close the connection of the latest message, and drop its unread messages. It may have ended."""
-        if self.fd in self._unread:
+        if self.fd in self.unread:
             self.cut(self.fd, why)
         elif self._name not in self._broken:
             self._break(self._name, why)
@@ -243,7 +236,7 @@ class Intake:
     def _break(self, name: bytes | None, why: str) -> None:
         if name is not None:
             self._broken[name] = None
-            self._unread.ended.pop(name, None)
+            self.unread.ended.pop(name, None)
             while len(self._broken) > MAX_BROKEN:
                 self._broken.popitem(last=False)
         self._on_refused("connection_cut", why)
@@ -252,17 +245,17 @@ class Intake:
         """Stop watching all connections."""
         if self._timer is not None:
             self._timer.cancel()
-        for fd in self._unread.fds():
-            self._unread.forget(fd)
+        for fd in self.unread.fds():
+            self.unread.forget(fd)
 
     def _check(self) -> None:
-        self._check_some(self._unread.fds())
+        self._check_some(self.unread.fds())
 
     def _check_some(self, fds: list[int]) -> None:
         """Look at some connections, and at the others in later turns; then close those over their limits."""
         for fd in fds[:LOOKED_AT_ONCE]:
-            if fd in self._unread:
-                self._unread.allow_commands(fd)
+            if fd in self.unread:
+                self.unread.allow_commands(fd)
                 if self._note_unread(fd):
                     self._tcp.shut(fd)  # libzmq then reports its end
         if len(fds) > LOOKED_AT_ONCE:
@@ -271,18 +264,18 @@ class Intake:
             self._close_excessive()
 
     def _close_excessive(self) -> None:
-        self._carry_out(self._unread.excessive())
-        is_needed = self._unread.fds() or self._unread.ended
+        self._carry_out(self.unread.excessive())
+        is_needed = self.unread.fds() or self.unread.ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
     def _look_at_some(self) -> None:
         """Look at the connections whose turn it is, and note when the next ones have theirs."""
         start = self._loop.time()
         if not self._next_fds:
-            self._next_fds = self._unread.fds()
+            self._next_fds = self.unread.fds()
         now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
         for fd in now:
-            if fd in self._unread:
+            if fd in self.unread:
                 self._note_unread(fd)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))
@@ -290,7 +283,7 @@ class Intake:
     def _note_unread(self, fd: int) -> bool:
         """Note how many received bytes of a connection are unread; return whether it has been silent for too long."""
         counts = self._tcp.counts(fd)
-        return counts is not None and self._unread.note_received(fd, counts.received, counts.silence_ms)
+        return counts is not None and self.unread.note_received(fd, counts.received, counts.silence_ms)
 
     def _acked(self, fd: int) -> int | None:
         counts = self._tcp.counts(fd)

@@ -4,6 +4,7 @@ A thread that parses a long message still competes for the GIL. But only one mes
 loop runs in between.
 """
 
+import functools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -105,30 +106,30 @@ class OrderedReading(Generic[Read]):
             self._on_postponed(connection, unread)
 
     def _read(self, connection: bytes, unread: Unread) -> None:
+        self._deliver(connection, unread, self._parse(unread))
+
+    def _parse(self, unread: Unread) -> Read | RemoteProtocolError:
         try:
-            message = self._reader.read(unread)
+            return self._reader.read(unread)
         except RemoteProtocolError as error:
-            self._on_refused(connection, error, len(unread.data))
+            return error
+
+    def _deliver(self, connection: bytes, unread: Unread, parsed: Read | RemoteProtocolError) -> None:
+        if isinstance(parsed, RemoteProtocolError):
+            self._on_refused(connection, parsed, len(unread.data))
         else:
-            self._on_message(connection, message, len(unread.data))
+            self._on_message(connection, parsed, len(unread.data))
 
     async def _work_off(self, principal: str, line: QueuedMessages) -> None:
         while line.waiting:
             connection, unread = line.waiting[0]
             with suppress(RemoteProtocolError):  # a callback wants to close the connection; the next message does so
                 if unread.is_long:
-                    await self._read_beside(connection, unread)
+                    async with self._context.turn:
+                        parsed = await self._context.in_thread(functools.partial(self._parse, unread))
+                    self._deliver(connection, unread, parsed)
                 else:
                     self._read(connection, unread)
             line.drop_first()
             await anyio.lowlevel.checkpoint()
         del self._lines[principal]
-
-    async def _read_beside(self, connection: bytes, unread: Unread) -> None:
-        try:
-            async with self._context.turn:
-                message = await self._context.in_thread(lambda: self._reader.read(unread))
-        except RemoteProtocolError as error:
-            self._on_refused(connection, error, len(unread.data))
-        else:
-            self._on_message(connection, message, len(unread.data))

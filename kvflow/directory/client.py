@@ -10,7 +10,7 @@ from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.gate.rates import RECORDS_BYTES, Budgets
 from kvflow.gate.sizes import Unread
 from kvflow.observe.logs import BoundLogger
-from kvflow.ports import OnObstacle, ignore_obstacle
+from kvflow.ports import OnObstacle, ignore
 from kvflow.trust import ClientKeys
 from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
@@ -71,7 +71,7 @@ class RegistryClient:
         on_records: OnRecords | None = None,
         *,
         keys: ClientKeys | None = None,
-        on_obstacle: OnObstacle = ignore_obstacle,
+        on_obstacle: OnObstacle = ignore,
     ) -> None:
         self._endpoint = endpoint
         self._log = log.bind(registry=endpoint)

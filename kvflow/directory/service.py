@@ -11,7 +11,7 @@ from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.gate.rates import ListenerGate
-from kvflow.gate.registration import answerer, registration_denial
+from kvflow.gate.registration import REGISTRY, registration_denial
 from kvflow.gate.sizes import MAX_RECORDS_BYTES
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener
@@ -128,14 +128,16 @@ class DirectoryService:
         """
         denied = registration_denial(self._listener.names_of(connection), peer, num_ranks, self._own)
         if denied is not None:
-            self._send(Answer(connection, denied.answer))
-            raise RemoteProtocolError(denied.why, rank=str(peer.rank))
+            answer, why = denied
+            self._send(Answer(connection, answer))
+            raise RemoteProtocolError(why, rank=str(peer.rank))
 
     def _refuse_place(self, connection: bytes, peer: PeerId) -> None:
         """Tell a rank that its share of the table is used up. It may be honest, and registers again."""
+        answerer = REGISTRY if self._own is None else self._own.peer
         detail = self.table.shares.refusal()
         self._anomalies.log(logging.WARNING, "registry_full", {"peer": str(peer), "detail": detail})
-        self._send(Answer(connection, Refuse(peer=answerer(self._own), to=peer, detail=detail)))
+        self._send(Answer(connection, Refuse(peer=answerer, to=peer, detail=detail)))
 
     def _expire(self) -> None:
         self._send_all(self.table.expire(self._now()))

@@ -74,12 +74,10 @@ class _Claim:
     Attributes:
         record: Its latest record.
         connection: Connection of its latest Register.
-        taker: Whose share the record counts towards.
     """
 
     record: SealedRecord
     connection: bytes
-    taker: str
 
     @property
     def peer(self) -> PeerId:
@@ -92,40 +90,28 @@ class _RankClaims:
 
     Attributes:
         holder: The incarnation that lookups return.
-        taker: Whose share the place counts towards: that of the first claim.
         replaced: The previous holder, while its lease lasts. It counts as ended unless it registers two more times.
         was_heard_again: Whether `replaced` has registered once more.
         refused: A conflicting incarnation that is refused while the holder lives. `replaced` is then None.
     """
 
     holder: _Claim
-    taker: str
     replaced: _Claim | None = None
     was_heard_again: bool = False
     refused: _Claim | None = None
 
-    @property
-    def claims(self) -> list[_Claim]:
-        return [claim for claim in (self.holder, self.replaced, self.refused) if claim is not None]
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A waiting lookup.
-
-    Attributes:
-        number: The highest number received for it.
-        taker: Whose share it counts towards.
-    """
-
-    number: int
-    taker: str
-
 
 @dataclass(slots=True)
 class _Instance:
+    """An instance.
+
+    Attributes:
+        places: Its ranks.
+        waiting: The lookups that wait for it by connection, each with the highest number received for it.
+    """
+
     places: dict[int, _RankClaims] = field(default_factory=dict)
-    waiting: dict[bytes, _Waiting] = field(default_factory=dict)
+    waiting: dict[bytes, int] = field(default_factory=dict)
 
 
 class RegistryTable:
@@ -164,13 +150,10 @@ class RegistryTable:
         taker = principal or rank.instance
         instance = self._instances.get(rank.instance)
         place = None if instance is None else instance.places.get(rank.engine_rank)
-        kept = 0
-        if place is not None:
-            kept = sum(claim.record.num_bytes for claim in place.claims if claim.peer == record.peer)
-        elif instance is not None and len(instance.places) >= MAX_RANKS_TOLD:
+        if place is None and instance is not None and len(instance.places) >= MAX_RANKS_TOLD:
             return False
-        has_bytes = self.shares.record_bytes.has_place(taker, max(record.num_bytes - kept, 0))
-        return has_bytes and self.shares.ranks.has_place(taker, int(place is None))
+        has_bytes = self.shares.record_bytes.has_place(taker, record.num_bytes, record.peer)
+        return has_bytes and self.shares.ranks.has_place(taker, 1, rank)
 
     def answer_to(self, record: SealedRecord, connection: bytes) -> Answer:
         """Return the reply to a Register, without recording it. Call `register` if the reply could be sent."""
@@ -179,7 +162,7 @@ class RegistryTable:
         place = None if instance is None else instance.places.get(peer.rank.engine_rank)
         if place is None or place.refused is None or peer == place.holder.peer:
             return Answer(connection, Registered(peer=peer))
-        return _conflict(place.holder, _Claim(record, connection, ""))
+        return _conflict(place.holder, _Claim(record, connection))
 
     def register(
         self, record: SealedRecord, lease_s: float, connection: bytes, now: float, principal: str | None = None
@@ -199,16 +182,15 @@ class RegistryTable:
         peer = record.peer
         instance = self._instances.setdefault(peer.rank.instance, _Instance())
         place = instance.places.get(peer.rank.engine_rank)
-        claim = _Claim(record, connection, principal or peer.rank.instance)
+        claim, taker = _Claim(record, connection), principal or peer.rank.instance
         self.timers.set(_Lease(peer), now + lease_s)
         answers = []
         if place is None:
-            self._add(instance, claim)
+            self._add(instance, claim, taker)
         else:
+            self.shares.record_bytes.hold(peer, taker, record.num_bytes)
             holder = place.holder.peer
-            self._weigh(place, -1)
             self._claim(place, claim)
-            self._weigh(place, 1)
             self._note_holder(holder, place)
             if place.refused is not None and place.refused is not claim:
                 answers.append(_conflict(place.holder, place.refused))
@@ -222,7 +204,7 @@ class RegistryTable:
     def hold(self, record: SealedRecord) -> None:
         """Record the rank that hosts this table, without a lease. No other process may register as this rank."""
         instance = record.peer.rank.instance
-        self._add(self._instances.setdefault(instance, _Instance()), _Claim(record, b"", instance))
+        self._add(self._instances.setdefault(instance, _Instance()), _Claim(record, b""), instance)
 
     def let_go(self, peer: PeerId) -> None:
         """Remove the rank recorded by `hold`, if there is one."""
@@ -268,11 +250,9 @@ class RegistryTable:
         if not self.may_wait(instance, connection, taker):
             return [Answer(connection, SealedRecords(instance=instance, records=_records(entry), number=number))]
         if connection not in entry.waiting:
-            entry.waiting[connection] = _Waiting(number, taker or connection.hex())
-            self.shares.lookups.add(entry.waiting[connection].taker, 1)
+            self.shares.lookups.hold((instance, connection), taker or connection.hex(), 1)
         self._instances[instance] = entry
-        waiting = entry.waiting[connection]
-        waiting.number = max(number, waiting.number)
+        entry.waiting[connection] = max(number, entry.waiting.get(connection, 0))
         timeout = _LookupTimeout(instance, connection)
         self.timers.set_once(timeout, now + timeout_s)  # a repeated lookup keeps its deadline
         records = _complete_records(entry)
@@ -289,17 +269,12 @@ class RegistryTable:
                     answers.append(self._answer(instance, connection, _records(self._instances[instance])))
         return answers
 
-    def _add(self, instance: _Instance, claim: _Claim) -> None:
-        """Create a place for its first claim."""
-        place = instance.places[claim.peer.rank.engine_rank] = _RankClaims(claim, claim.taker)
+    def _add(self, instance: _Instance, claim: _Claim, taker: str) -> None:
+        """Create a place for its first claim, which counts towards a share."""
+        instance.places[claim.peer.rank.engine_rank] = _RankClaims(claim)
         self.changes.append(Change(None, claim.peer, claim.record.endpoint))
-        self.shares.ranks.add(place.taker, 1)
-        self._weigh(place, 1)
-
-    def _weigh(self, place: _RankClaims, sign: int) -> None:
-        """Add the bytes of a place to the shares, or subtract them if `sign` is -1."""
-        for claim in place.claims:
-            self.shares.record_bytes.add(claim.taker, sign * claim.record.num_bytes)
+        self.shares.ranks.hold(claim.peer.rank, taker, 1)
+        self.shares.record_bytes.hold(claim.peer, taker, claim.record.num_bytes)
 
     def _claim(self, place: _RankClaims, claim: _Claim) -> None:
         """Treat a claim to an occupied place as a renewal, a restart or a conflict."""
@@ -325,12 +300,13 @@ class RegistryTable:
     def _drop_lease(self, claim: _Claim | None) -> None:
         if claim is not None:
             self.timers.clear(_Lease(claim.peer))
+            self.shares.record_bytes.release(claim.peer)
 
     def _forget(self, peer: PeerId) -> None:
         """Remove an incarnation from its place. If it was the holder, the refused incarnation takes the place."""
         instance = self._instances[peer.rank.instance]
         place = instance.places[peer.rank.engine_rank]
-        self._weigh(place, -1)
+        self.shares.record_bytes.release(peer)
         if place.replaced is not None and place.replaced.peer == peer:
             place.replaced = None
         elif place.refused is not None and place.refused.peer == peer:
@@ -342,10 +318,8 @@ class RegistryTable:
             self.changes.append(Change(peer, None, place.holder.record.endpoint))
             self._drop_lease(place.replaced)
             del instance.places[peer.rank.engine_rank]
-            self.shares.ranks.add(place.taker, -1)
+            self.shares.ranks.release(peer.rank)
             self._tidy(peer.rank.instance)
-            return
-        self._weigh(place, 1)
 
     def _tidy(self, instance: str) -> None:
         entry = self._instances[instance]
@@ -361,10 +335,10 @@ class RegistryTable:
     def _answer(self, instance: str, connection: bytes, records: tuple[SealedRecord, ...]) -> Answer:
         entry = self._instances[instance]
         self.timers.clear(_LookupTimeout(instance, connection))
-        waiting = entry.waiting.pop(connection)
-        self.shares.lookups.add(waiting.taker, -1)
+        number = entry.waiting.pop(connection)
+        self.shares.lookups.release((instance, connection))
         self._tidy(instance)
-        return Answer(connection, SealedRecords(instance=instance, records=records, number=waiting.number))
+        return Answer(connection, SealedRecords(instance=instance, records=records, number=number))
 
 
 def _conflict(holder: _Claim, refused: _Claim) -> Answer:

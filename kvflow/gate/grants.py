@@ -9,7 +9,7 @@ There are no timers. A decode rank repeats a Grant until it is answered; the gat
 What belongs to a decode rank that has left is forgotten with it, and the rest by the deadline of the grant.
 """
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
@@ -47,13 +47,6 @@ class GrantId(NamedTuple):
     peer: PeerId
     room: RoomId
     generation: int
-
-
-class _LineKey(NamedTuple):
-    """Grants of one decode rank that take turns; those of rooms that are not open do not hold up the others."""
-
-    peer: PeerId
-    is_open: bool
 
 
 class AdmittedGrant(NamedTuple):
@@ -175,10 +168,10 @@ class GrantGate:
         self._grants = FairShares(limits.pending_grants)
         self.incoming: OrderedDict[GrantId, _Incoming] = OrderedDict()
         self._by_key: defaultdict[PeerId | RoomId, dict[GrantId, None]] = defaultdict(dict)
-        self._lines: OrderedDict[_LineKey, OrderedDict[GrantId, None]] = OrderedDict()
+        # Grants of one decode rank take turns; those of rooms that are not open do not hold up those that are.
+        self._lines: OrderedDict[tuple[PeerId, bool], OrderedDict[GrantId, None]] = OrderedDict()
         self._silent: set[PeerId] = set()
         self._under_way: OrderedDict[tuple[GrantId, int], float] = OrderedDict()
-        self._of_peer: Counter[PeerId] = Counter()
 
     def __len__(self) -> int:
         return len(self.incoming)
@@ -216,7 +209,7 @@ class GrantGate:
             raise RemoteProtocolError("grant has no proper number of pages", num_pages=num_pages, most=self._max_pages)
         if not self._grants.has_place(taker, 1):
             return False
-        self._grants.add(taker, 1)
+        self._grants.hold(grant_id, taker, 1)
         incoming = _Incoming(connection, taker, grant, now, is_open=self._is_open(grant_id.room))
         self.incoming[grant_id] = incoming
         for key in (grant_id.peer, grant_id.room):
@@ -235,7 +228,7 @@ class GrantGate:
             raise _not_asked_for(part)
         incoming.store(part)
         self._silent.discard(grant_id.peer)
-        self._arrived((grant_id, part.part))
+        self._under_way.pop((grant_id, part.part), None)
         if not incoming.is_whole:
             return None
         self.drop(grant_id)
@@ -250,11 +243,10 @@ class GrantGate:
             del self._by_key[key][grant_id]
             if not self._by_key[key]:
                 del self._by_key[key]
-        self._grants.add(incoming.taker, -1)
-        if incoming.is_started:
-            self._bytes.add(incoming.taker, -incoming.num_bytes)
+        self._grants.release(grant_id)
+        self._bytes.release(grant_id)
         for part in incoming.missing:
-            self._arrived((grant_id, part))
+            self._under_way.pop((grant_id, part), None)
         self._leave_line(grant_id, incoming)
         return True
 
@@ -287,7 +279,7 @@ class GrantGate:
                 break
             key, line = next(iter(self._lines.items()))
             self._lines.move_to_end(key)
-            peer = key.peer
+            peer, _ = key
             grant_id = next(iter(line))
             incoming = self.incoming[grant_id]
             if incoming.is_over(now) or peer_at(incoming.connection) != peer:
@@ -299,7 +291,6 @@ class GrantGate:
             parts = incoming.next_parts(most)
             for part in parts:
                 self._under_way[grant_id, part] = now
-            self._of_peer[peer] += len(parts)
             query = PagesQuery(room=grant_id.room, generation=grant_id.generation, start=parts.start, stop=parts.stop)
             queries.append((incoming.connection, query))
             if not incoming.wants_more:
@@ -308,7 +299,7 @@ class GrantGate:
 
     def _most_parts(self, peer: PeerId) -> int:
         """Return how many parts a decode rank may be asked for now."""
-        of_peer = self._of_peer[peer]
+        of_peer = sum(grant_id.peer == peer for grant_id, _ in self._under_way)
         if peer in self._silent:
             of_silent = sum(grant_id.peer in self._silent for grant_id, _ in self._under_way)
             return int(not of_peer and of_silent < PARTS_OF_SILENT)
@@ -330,16 +321,16 @@ class GrantGate:
         is_kept = not incoming.is_open  # until its room is open
         if not self._bytes.has_place(taker, num_bytes) or (is_kept and not self._has_place(grant_id.peer, num_bytes)):
             return False
-        self._bytes.add(taker, num_bytes)
+        self._bytes.hold(grant_id, taker, num_bytes)
         incoming.start()
         return True
 
     def _queue(self, grant_id: GrantId, incoming: _Incoming) -> None:
         if incoming.wants_more:
-            self._lines.setdefault(_LineKey(grant_id.peer, incoming.is_open), OrderedDict())[grant_id] = None
+            self._lines.setdefault((grant_id.peer, incoming.is_open), OrderedDict())[grant_id] = None
 
     def _leave_line(self, grant_id: GrantId, incoming: _Incoming) -> None:
-        key = _LineKey(grant_id.peer, incoming.is_open)
+        key = (grant_id.peer, incoming.is_open)
         line = self._lines.get(key)
         if line is not None:
             line.pop(grant_id, None)
@@ -352,16 +343,8 @@ class GrantGate:
             key, asked_at = next(iter(self._under_way.items()))
             if now < asked_at + OVERDUE_S:
                 break
-            self._arrived(key)
+            del self._under_way[key]
             self._silent.add(key[0].peer)
-
-    def _arrived(self, key: tuple[GrantId, int]) -> None:
-        if self._under_way.pop(key, None) is None:
-            return
-        peer = key[0].peer
-        self._of_peer[peer] -= 1
-        if not self._of_peer[peer]:
-            del self._of_peer[peer]
 
 
 def _not_asked_for(part: GrantedPages) -> RemoteProtocolError:

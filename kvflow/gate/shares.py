@@ -1,5 +1,6 @@
 """How much of a bounded resource each taker may have. Pure."""
 
+from collections.abc import Hashable
 from typing import Final, NamedTuple, Self
 
 __all__ = ["DirectoryShares", "FairShares"]
@@ -28,13 +29,29 @@ class FairShares:
         self._most = most
         self.total = 0
         self._taken: dict[str, int] = {}
+        self._held: dict[Hashable, tuple[str, int]] = {}
 
-    def has_place(self, taker: str, amount: int) -> bool:
-        """Return whether a taker may have `amount` more."""
-        return amount == 0 or self._taken.get(taker, 0) + amount <= self._most - self.total
+    def has_place(self, taker: str, amount: int, key: Hashable = None) -> bool:
+        """Return whether a taker may have `amount` more, or in place of what is held under `key`."""
+        more = amount - self._held.get(key, ("", 0))[1]
+        return more <= 0 or self._taken.get(taker, 0) + more <= self._most - self.total
 
-    def add(self, taker: str, amount: int) -> None:
-        """Count what a taker has taken, or returned if `amount` is negative."""
+    def taker_of(self, key: Hashable) -> str | None:
+        """Return who holds something under a key; None if nothing is held."""
+        return self._held[key][0] if key in self._held else None
+
+    def hold(self, key: Hashable, taker: str, amount: int) -> None:
+        """Count what a taker holds under a key, in place of what was held there."""
+        self.release(key)
+        self._held[key] = taker, amount
+        self._add(taker, amount)
+
+    def release(self, key: Hashable) -> None:
+        """Count nothing under a key any more."""
+        taker, amount = self._held.pop(key, ("", 0))
+        self._add(taker, -amount)
+
+    def _add(self, taker: str, amount: int) -> None:
         self.total += amount
         taken = self._taken.get(taker, 0) + amount
         if taken:

@@ -126,4 +126,4 @@ class UnreadBytes:
                 suspects[one] = None
                 in_all -= waiting[one]
         before, self._suspects = self._suspects, set(suspects)
-        return [Cut(one, f"{waiting[one]} of its bytes were waiting to be read") for one in suspects if one in before]
+        return [(one, f"{waiting[one]} of its bytes were waiting to be read") for one in suspects if one in before]

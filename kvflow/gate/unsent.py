@@ -40,7 +40,7 @@ class UnsentBytes:
 
     def excessive(self, fd: int) -> list[Cut]:
         """Return the connections to close before another message is sent over one, and forget them."""
-        cuts = []
+        cuts: list[Cut] = []
         if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._measure(fd) > MAX_UNSENT_BYTES:
             cuts.append(self._cut(fd))
         if self._in_all > MAX_UNSENT_IN_ALL_BYTES:
@@ -79,4 +79,4 @@ class UnsentBytes:
     def _cut(self, fd: int) -> Cut:
         waiting = self._waiting[fd]
         self.forget(fd)
-        return Cut(fd, f"{waiting} bytes for it were waiting to be sent")
+        return fd, f"{waiting} bytes for it were waiting to be sent"

@@ -34,16 +34,8 @@ class Verdict(NamedTuple):
     cut: str = ""
 
 
-class Cut(NamedTuple):
-    """The decision to close a connection.
-
-    Attributes:
-        one: Its descriptor; the routing id if it has ended, and what is left of it is dropped.
-        why: The reason.
-    """
-
-    one: int | bytes
-    why: str
-
+Cut = tuple[int | bytes, str]
+"""The decision to close a connection: its descriptor (its routing id if it has ended, and the rest of it is dropped);
+the reason."""
 
 ACCEPTED: Final = Verdict(Action.ACCEPT)

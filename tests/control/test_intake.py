@@ -111,7 +111,7 @@ async def test_what_was_taken_waits_no_longer(with_keys: bool) -> None:
         await until(lambda: len(server.received) == len(client.received) == 4_000)
         assert client.connection._line is not None
         for own in (server.listener._intake, client.connection._line._intake):
-            own._unread._most = own._unread._most_in_all = 2_000
+            own.unread._most = own.unread._most_in_all = 2_000
         await anyio.sleep(2 * CONNECTION_CHECK_S)
         assert (client.num_lost, server.kinds, client.refused) == (0, [], [])
 
@@ -267,10 +267,10 @@ async def test_nobody_is_accepted_from_the_moment_that_much_is_left(
     with closing(Server()) as server, RawZmtp(server.endpoint) as raw:
         intake = server.listener._intake
         await anyio.to_thread.run_sync(send_mib, raw, 2)
-        await until(lambda: any(left > MUCH_BYTES for left in intake._unread._left.values()))
+        await until(lambda: any(left > MUCH_BYTES for left in intake.unread._left.values()))
         assert not server.listener._is_paused
         if is_cut:
-            intake.cut(intake._unread.fds()[0], "a reason")
+            intake.cut(intake.unread.fds()[0], "a reason")
         else:
             raw.reset()
         await until(lambda: server.listener._is_paused)
@@ -299,4 +299,4 @@ async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.Monk
             await anyio.to_thread.run_sync(send_mib, raw, 1)
         await until(lambda: server.listener._is_paused)
         with closing(Client(server.endpoint)):
-            await until(server.listener._intake._unread.fds)
+            await until(server.listener._intake.unread.fds)

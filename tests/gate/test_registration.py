@@ -17,8 +17,8 @@ OTHER = PeerId(RankId("other", 1), 7)
 def test_the_key_must_be_listed_for_the_instance(own: object, num_ranks: int | None) -> None:
     denied = registration_denial(("other",), SECOND, num_ranks, OWN if own else None)
     assert denied is not None
-    assert isinstance(denied.answer, Refuse)
-    assert denied.answer.peer == (OWN.peer if own else REGISTRY)
+    assert isinstance(denied[0], Refuse)
+    assert denied[0].peer == (OWN.peer if own else REGISTRY)
     for names in (ANY,), (SECOND.rank.instance,), ("x", f"{SECOND.rank.instance}*"):
         assert registration_denial(names, SECOND, num_ranks, OWN if own else None) is None
 
@@ -28,9 +28,9 @@ def test_a_rank_hosts_its_own_instance_only_and_keeps_its_name() -> None:
     for peer, num_ranks in ((OTHER, 2), (SECOND, 3)):
         denied = registration_denial((ANY,), peer, num_ranks, OWN)
         assert denied is not None
-        assert denied.why == "rank of a different instance registers"
+        assert denied[1] == "rank of a different instance registers"
     other = OWN.peer._replace(incarnation=OWN.peer.incarnation + 1)
     denied = registration_denial((ANY,), other, 2, OWN)
     assert denied is not None
-    assert isinstance(denied.answer, RegistrationConflict)
-    assert denied.answer.refused
+    assert isinstance(denied[0], RegistrationConflict)
+    assert denied[0].refused

@@ -22,18 +22,18 @@ def check_all(events: list[list[tuple[int, int, int]]]) -> list[list[Cut]]:
     received = dict.fromkeys(FDS, 0)
     for fd in FDS:
         unread.watch(fd)
-    for one in events:
-        for fd, num_read, num_received in one:
+    for event in events:
+        for fd, num_read, num_received in event:
             received[fd] += num_received * MIB
             unread.note_read(fd, num_read * MIB)
         for fd in FDS:
             unread.note_received(fd, received[fd], 0)
         cuts = unread.excessive()
-        for cut in cuts:
-            assert isinstance(cut.one, int)
-            unread.forget(cut.one)
-            unread.watch(cut.one)
-            received[cut.one] = 0
+        for one, _ in cuts:
+            assert isinstance(one, int)
+            unread.forget(one)
+            unread.watch(one)
+            received[one] = 0
         verdicts.append(cuts)
     return verdicts
 
@@ -54,11 +54,11 @@ def test_who_is_over_the_limits_twice_is_cut_and_nobody_else(events: list[list[t
             if left[fd] > MAX_WAITING_BYTES or in_all > MAX_WAITING_IN_ALL_BYTES:
                 over.add(fd)
                 in_all -= left[fd]
-        assert {cut.one for cut in cuts} == over & over_before
-        over_before = over - {cut.one for cut in cuts}
-        for cut in cuts:
-            assert isinstance(cut.one, int)
-            read[cut.one] = received[cut.one] = 0
+        assert {fd for fd, _ in cuts} == over & over_before
+        over_before = over - {fd for fd, _ in cuts}
+        for cut, _ in cuts:
+            assert isinstance(cut, int)
+            read[cut] = received[cut] = 0
 
 
 def test_what_is_left_of_connections_that_ended_goes_first() -> None:
@@ -67,7 +67,7 @@ def test_what_is_left_of_connections_that_ended_goes_first() -> None:
     unread.note_received(1, MAX_WAITING_BYTES, 0)
     unread.ended = {b"small": 1, b"large": MAX_WAITING_IN_ALL_BYTES - MAX_WAITING_BYTES}
     assert unread.excessive() == []
-    assert [cut.one for cut in unread.excessive()] == [b"large"]
+    assert [one for one, _ in unread.excessive()] == [b"large"]
 
 
 def test_silence_counts_after_the_first_message() -> None:
@@ -99,7 +99,7 @@ def test_who_does_not_read_is_cut_before_more_is_sent_to_it(events: list[tuple[i
         cuts = unsent.excessive(fd)
         assert (waiting.get(fd, 0) > MAX_UNSENT_BYTES) <= (fd not in unsent)
         assert sum(waiting[one] for one in waiting if one in unsent) <= MAX_UNSENT_IN_ALL_BYTES
-        assert {cut.one for cut in cuts} == {one for one in waiting if one not in unsent}
+        assert {fd for fd, _ in cuts} == {one for one in waiting if one not in unsent}
         kept = [waiting[one] for one in waiting if one in unsent and one != fd]
         cut_for_all = [waiting[one] for one in waiting if one not in unsent and one != fd]
         assert not cut_for_all or not kept or min(cut_for_all) >= max(kept), "those with most are cut"

@@ -55,17 +55,18 @@ class ContactThreads:
         """
         while not self._shares.has_place(principal, 1) or resource in self._resources:
             await self._freed.wait()
-        self._shares.add(principal, 1)
+        place = object()
+        self._shares.hold(place, principal, 1)
         if resource is not None:
             self._resources.add(resource)
-        call = _Call(function, functools.partial(self._free, principal, resource), on_abandoned)
+        call = _Call(function, functools.partial(self._free, place, resource), on_abandoned)
         try:
             return await run_in_thread(call.run, limiter=self._limiter, abandon_on_cancel=True)
         finally:
             call.leave()
 
-    def _free(self, principal: str, resource: object) -> None:
-        self._shares.add(principal, -1)
+    def _free(self, place: object, resource: object) -> None:
+        self._shares.release(place)
         self._resources.discard(resource)
         freed, self._freed = self._freed, anyio.Event()
         freed.set()

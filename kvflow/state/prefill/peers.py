@@ -154,7 +154,6 @@ class DecodePeers:
         self._timers = timers
         self._shares = FairShares(most)
         self._bytes = FairShares(MAX_HELLO_BYTES)
-        self._kept: dict[PeerId, Kept] = {}
         self._peers: dict[PeerId, DecodePeer] = {}
         self._by_rank: dict[RankId, PeerId] = {}
         self._by_connection: dict[bytes, PeerId] = {}
@@ -188,10 +187,9 @@ class DecodePeers:
 
     def has_place(self, peer: PeerId, kept: Kept) -> bool:
         """Return whether the Hello of a decode rank can be stored within the share of its principal."""
-        before = self._kept.get(peer)
-        if before is None:
-            return self._shares.has_place(kept.taker, 1) and self._bytes.has_place(kept.taker, kept.num_bytes)
-        return self._bytes.has_place(before.taker, max(kept.num_bytes - before.num_bytes, 0))
+        taker = self._shares.taker_of(peer)
+        taker = kept.taker if taker is None else taker
+        return self._shares.has_place(taker, 1, peer) and self._bytes.has_place(taker, kept.num_bytes, peer)
 
     def taker(self, peer: PeerId) -> str:
         """Return the principal to whose share the requests of a connected decode rank count."""
@@ -207,19 +205,17 @@ class DecodePeers:
 
     def _weigh(self, peer: PeerId) -> None:
         """Recount what is stored for a decode rank, to the share of the principal that it was admitted with."""
-        if (before := self._kept.pop(peer, None)) is not None:
-            self._shares.add(before.taker, -1)
-            self._bytes.add(before.taker, -before.num_bytes)
         known, checking = self._peers.get(peer), self._checking.get(peer)
         kept = [one.kept for one in (known, checking) if one is not None]
         if not kept:
+            self._shares.release(peer)
+            self._bytes.release(peer)
             return
         num_bytes = max(one.num_bytes for one in kept)
         if known is not None and known.newcomer is not None:
             num_bytes += known.newcomer.kept.num_bytes
-        self._kept[peer] = Kept(kept[0].taker, num_bytes)
-        self._shares.add(kept[0].taker, 1)
-        self._bytes.add(kept[0].taker, num_bytes)
+        self._shares.hold(peer, kept[0].taker, 1)
+        self._bytes.hold(peer, kept[0].taker, num_bytes)
 
     def send(self, peer: PeerId, message: Message) -> list[PrefillEffect]:
         """Send to a decode rank if it is connected; lost messages are retransmitted if they matter."""

@@ -31,11 +31,6 @@ Asked = Grant | Announcement
 """A request of a decode rank: a grant or an announcement."""
 
 
-class _Kept(NamedTuple):
-    one: Asked
-    taker: str
-
-
 def _num_bytes(one: Asked) -> int:
     return 0 if isinstance(one, Announcement) else sum(map(len, one.pages.values()))
 
@@ -49,15 +44,14 @@ class WaitingRooms:
     """
 
     def __init__(self, timers: Timers[PrefillTimer], limits: Bounds) -> None:
-        self._asked: dict[RoomId, dict[PeerId, _Kept]] = {}
+        self._asked: dict[RoomId, dict[PeerId, Asked]] = {}
         self._timers = timers
         self._by_peer: ByPeer[tuple[RoomId, PeerId]] = ByPeer()
-        self._count = 0
         self._grants = FairShares(limits.pending_grants)
         self._bytes = FairShares(limits.pending_grant_bytes)
 
     def __len__(self) -> int:
-        return self._count
+        return self._grants.total
 
     def __contains__(self, room: RoomId) -> bool:
         return room in self._asked
@@ -65,12 +59,11 @@ class WaitingRooms:
     @property
     def num_announced(self) -> int:
         """Number of announcements."""
-        return sum(isinstance(kept.one, Announcement) for asked in self._asked.values() for kept in asked.values())
+        return sum(isinstance(one, Announcement) for asked in self._asked.values() for one in asked.values())
 
     def find(self, room: RoomId, peer: PeerId) -> Asked | None:
         """Find the request of a decode rank for a room."""
-        kept = self._asked.get(room, {}).get(peer)
-        return None if kept is None else kept.one
+        return self._asked.get(room, {}).get(peer)
 
     def has_place(self, taker: str, one: Asked, before: Asked | None) -> bool:
         """Return whether a request fits the share of a principal, new or in place of an earlier one."""
@@ -91,21 +84,19 @@ class WaitingRooms:
             one: The request.
             until: When it expires.
         """
-        self._asked.setdefault(room, {})[peer] = _Kept(one, taker)
+        self._asked.setdefault(room, {})[peer] = one
         self._by_peer.add(peer, (room, peer))
-        self._count += 1
-        self._grants.add(taker, 1)
-        self._bytes.add(taker, _num_bytes(one))
+        self._grants.hold((room, peer), taker, 1)
+        self._bytes.hold((room, peer), taker, _num_bytes(one))
         self._timers.set(RoomUnopened(room, peer), until)
 
     def take_request(self, room: RoomId, peer: PeerId) -> Asked:
         """Remove and return the request of a decode rank for a room."""
         self._timers.clear(RoomUnopened(room, peer))
         self._by_peer.remove((room, peer))
-        one, taker = self._asked[room].pop(peer)
-        self._count -= 1
-        self._grants.add(taker, -1)
-        self._bytes.add(taker, -_num_bytes(one))
+        one = self._asked[room].pop(peer)
+        self._grants.release((room, peer))
+        self._bytes.release((room, peer))
         if not self._asked[room]:
             del self._asked[room]
         return one
