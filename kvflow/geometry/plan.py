@@ -101,14 +101,11 @@ class ExtentPlan(NamedTuple):
 
     Attributes:
         parts: Copy groups, with their extents.
+        num_descriptors: Number of descriptors.
     """
 
     parts: Sequence[tuple[CopyGroup, _Extents]]
-
-    @property
-    def num_descriptors(self) -> int:
-        """Number of descriptors."""
-        return sum(len(group.src_bases) * len(extents.lengths) for group, extents in self.parts)
+    num_descriptors: int
 
     def descriptors(self) -> Descriptors:
         """Write out the descriptors.
@@ -144,6 +141,7 @@ def plan_extents(
 ) -> ExtentPlan:
     """Compute a plan without writing out its descriptors; arguments and errors as in `plan`."""
     parts: list[tuple[CopyGroup, _Extents]] = []
+    num_descriptors = 0
     runs: dict[tuple[str, int, bool], TokenRuns] = {}
     for group in route.copy_groups:
         if group.component not in components:
@@ -155,8 +153,11 @@ def plan_extents(
         if key not in runs:
             runs[key] = _cell_runs(components[group.component], group.tokens_per_cell, joined=group.pages_contiguous)
         extents = _merge(_extents(group, runs[key]))
-        parts.append((included, extents if max_bytes is None else _split(extents, max_bytes)))
-    return ExtentPlan(parts)
+        if max_bytes is not None:
+            extents = _split(extents, max_bytes)
+        parts.append((included, extents))
+        num_descriptors += len(included.src_bases) * len(extents.lengths)
+    return ExtentPlan(parts, num_descriptors)
 
 
 def _cell_runs(component: ComponentSlice, tokens_per_cell: int, *, joined: bool) -> TokenRuns:

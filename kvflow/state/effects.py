@@ -88,7 +88,7 @@ class Piece(msgspec.Struct, frozen=True):
     Attributes:
         ranges: Tokens of the piece by component; no range is empty.
         pages: Source pages of the chunk by component.
-        grant: Grant, without its pages.
+        grant: Grant that permits it.
         granted: All destination pages of the grant by component.
         link: Route to the decode rank.
         notice: Notice to send when every byte has landed, without the fields that only planning determines.

@@ -108,17 +108,15 @@ class Timers(Generic[Key]):
     def _next_heap(self) -> list[tuple[float, int, Key]]:
         """Drop stale entries from the top of both heaps, and return the one with the earliest timer."""
         for heap in (self._heap, self._old):
-            while heap and not self._is_set(heap[0]):
+            while heap and self._due.get(heap[0][2]) is not heap[0]:
                 heapq.heappop(heap)
         return self._old if self._old and (not self._heap or self._old[0] < self._heap[0]) else self._heap
-
-    def _is_set(self, entry: tuple[float, int, Key]) -> bool:
-        return self._due.get(entry[2]) is entry
 
     def _prune(self) -> None:
         """Bound the number of stale entries; called after each new one."""
         if not self._old and len(self._heap) > 2 * len(self._due) + 64:
             self._old, self._heap = self._heap, self._old
         for _ in range(min(len(self._old), MOVED_AT_ONCE)):
-            if self._is_set(entry := self._old.pop()):
+            entry = self._old.pop()
+            if self._due.get(entry[2]) is entry:
                 heapq.heappush(self._heap, entry)

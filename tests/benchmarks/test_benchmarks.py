@@ -5,13 +5,13 @@ import json
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from benchmarks import memory, path, shape
+from benchmarks import memory, shape
 from benchmarks.__main__ import NAMES, main
 from benchmarks.attack import KINDS
 from benchmarks.embedded.timeline import STEPS
@@ -171,48 +171,6 @@ def test_digest_compares_transfers_with_and_without(backend: str, run: Run) -> N
     cases = [f"pages of {size}, {order}-major" for size in (1, 16) for order in ("token", "head")]
     assert [row["case"] for row in rows] == cases
     assert all(row["kvflow"] > 0 and row["bare"] > 0 for row in rows)
-
-
-MOST_FUNCTIONS: Final = {"chunk to post": 123, "notice to done": 72}
-MOST_CALLS: Final = {"chunk to post": 147, "notice to done": 86}
-"""What the first chunk of a room and the last notice pass through; lower these when the way becomes shorter."""
-
-
-def test_path_counts_what_is_entered_and_it_is_not_more_than_before(run: Run) -> None:
-    (ways,) = run("path", "--rounds=8", "--list")
-    for name, most in MOST_FUNCTIONS.items():
-        whole = ways[name]["all"]
-        assert (name, whole["functions"] <= most, whole["calls"] <= MOST_CALLS[name]) == (name, True, True), whole
-    chunk, notice = ways["chunk to post"], ways["notice to done"]
-    assert chunk["list"][0].startswith("prefill.py")
-    assert chunk["list"][0].endswith(" chunk")
-    assert chunk["list"][-1].startswith("backends/memory.py")
-    assert chunk["list"][-1].endswith(" post")
-    assert any(function.startswith("geometry/") for function in chunk["list"])
-    assert any(function.startswith("decode.py") for function in notice["list"])
-    assert not any(function.startswith("prefill.py") for function in notice["list"])
-    assert notice["turns"] > 0
-    for way in (chunk, notice):
-        whole, impure = way["all"], way["outside geometry and state"]
-        assert whole["calls"] == len(way["list"]) >= whole["functions"] > impure["functions"] >= impure["files"] > 0
-
-
-def test_coroutine_that_is_resumed_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "waits.py"
-    source.write_text("import anyio\nasync def wait():\n    for _ in range(3): await anyio.sleep(0)\n")
-    monkeypatch.setattr(path, "ROOT", tmp_path)
-    names: dict[str, Any] = {}
-    exec(compile(source.read_text(), str(source), "exec"), names)  # noqa: S102 - so that it has a file below the root
-    trace = path.Trace()
-
-    async def run() -> None:
-        trace.on()
-        await names["wait"]()
-        trace.off()
-
-    anyio.run(run)
-    assert [call.code.co_name for call in trace.calls if call.code] == ["wait"]
-    assert sum(call.code is None for call in trace.calls) == 3
 
 
 def test_shape_measures_each_package(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ class Delivery:
         on_change: Called with the delivery when what it waits for may have changed.
 
     Attributes:
-        grant: The grant, without its pages.
         standing: How its room counts it.
         deadlines: Its timers, and when they were due when they were set.
         num_retransmits: Number of retransmissions.
@@ -141,7 +140,7 @@ class Delivery:
         on_change: "Callable[[Delivery], None]",
     ) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
-        self.grant = replace(grant, pages={})
+        self.grant = grant
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_retransmits = 0
@@ -360,7 +359,7 @@ class Delivery:
 
     def forget_pages(self) -> None:
         """Drop the granted pages, which only writing needs."""
-        self._granted = {}
+        self.grant, self._granted = replace(self.grant, pages={}), {}
 
     def release(self) -> None:
         """Release the pages without a proof, at an operator's request."""
