@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvflow.backends import known_backends
     from kvflow.backends.shared import SharedBackend
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Proofs, Timeouts
-    from kvflow.decode import DecodeRank, Handover, RoomReceiver
+    from kvflow.decode import DecodeRank
     from kvflow.directory.server import Registry
     from kvflow.errors import (
         BackendError,
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from kvflow.options import ReceiveOptions, SendOptions
     from kvflow.prefill import PrefillRank, RoomSender
     from kvflow.quarantine import QuarantineRecord
-    from kvflow.state.events import LayersReady
+    from kvflow.receiver import Handover, RoomReceiver
+    from kvflow.state.events.prefill import LayersReady
     from kvflow.state.quarantine import MissingProof, ProofKind
     from kvflow.state.tables import Memory, Outcome
     from kvflow.statistics import RankStatistics
@@ -127,10 +128,10 @@ _HOMES: Final = {
     "DecodeRank": "kvflow.decode",
     "Endpoint": "kvflow.addresses",
     "FailureReason": "kvflow.errors",
-    "Handover": "kvflow.decode",
+    "Handover": "kvflow.receiver",
     "KVLayout": "kvflow.geometry.layout",
     "KvflowError": "kvflow.errors",
-    "LayersReady": "kvflow.state.events",
+    "LayersReady": "kvflow.state.events.prefill",
     "LayoutError": "kvflow.errors",
     "Limits": "kvflow.config",
     "LocalProtocolError": "kvflow.errors",
@@ -151,7 +152,7 @@ _HOMES: Final = {
     "RegistrationError": "kvflow.errors",
     "Registry": "kvflow.directory.server",
     "RemoteProtocolError": "kvflow.errors",
-    "RoomReceiver": "kvflow.decode",
+    "RoomReceiver": "kvflow.receiver",
     "RoomSender": "kvflow.prefill",
     "RouteError": "kvflow.errors",
     "SharedBackend": "kvflow.backends.shared",

@@ -28,7 +28,8 @@ from kvflow.backends.base import (
 )
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_unregistered
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import Notice

@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 
 from kvflow.geometry.binding import bind_route
 from kvflow.geometry.engines import head_range
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.routes import compile_routes
 
 __all__ = [

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvflow.config import Timeouts
-from kvflow.decode import Handover
 from kvflow.errors import FailureReason, PagesInUse
 from kvflow.quarantine import QuarantineRecord
+from kvflow.receiver import Handover
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Hello, RankId

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvflow.addresses import Endpoint
-from kvflow.decode import RoomReceiver
 from kvflow.geometry.ranges import TokenRange
 from kvflow.prefill import RoomSender
+from kvflow.receiver import RoomReceiver
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, RankId

@@ -33,7 +33,7 @@ from kvflow.backends.mooncake.backend import MooncakeBackend
 from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.threads import start_thread
 from kvflow.errors import BackendUnavailable, ConfigError, RegistrationError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.observe.logs import get_logger
 
 __all__ = ["AscendBackend", "AscendSettings", "Role", "Transport"]

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvflow.errors import BackendError, RegistrationError
 from kvflow.geometry.blocks import Blocks
-from kvflow.geometry.layout import KVLayout, MemoryKind, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryKind, MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = [

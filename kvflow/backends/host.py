@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 
 __all__ = ["host_view"]
 

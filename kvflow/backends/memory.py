@@ -19,7 +19,8 @@ from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["MemoryBackend"]

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import BackendError, RegistrationError
-from kvflow.geometry.layout import ADDRESS_LIMIT, KVLayout, Location, MemoryKind, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import ADDRESS_LIMIT, Location, MemoryKind, MemoryRange
 
 __all__ = ["PeerMetadata", "RegisteredMemory", "check_memory_kinds", "check_unregistered"]
 

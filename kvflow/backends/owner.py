@@ -18,7 +18,8 @@ from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.resources import with_shortage
 

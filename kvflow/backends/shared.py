@@ -18,7 +18,8 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent, NoticeArrived, OnBroken, OnEvents, PostEnded
 from kvflow.errors import BackendError, BackendUnavailable, LocalProtocolError, RegistrationError
 from kvflow.geometry.blocks import Blocks
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["RankEndpoint", "SharedBackend"]

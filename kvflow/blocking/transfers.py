@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from kvflow import decode, prefill
+from kvflow import prefill
 from kvflow.blocking.calls import with_arguments_of
-from kvflow.decode import Handover
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.ranges import TokenRange
 from kvflow.receive_checks import Wanted
+from kvflow.receiver import Handover, RoomReceiver
 from kvflow.room import RoomId
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk
@@ -367,7 +367,7 @@ class BlockingReceiver(BlockingTransfer):
 
     __slots__ = ("_is_granted", "_queued", "_receiver")
 
-    def __init__(self, rank: "DecodeRank", receiver: decode.RoomReceiver) -> None:
+    def __init__(self, rank: "DecodeRank", receiver: RoomReceiver) -> None:
         self._receiver = receiver
         self._is_granted = not receiver.is_announced
         self._queued: Wanted | None = None
@@ -386,7 +386,7 @@ class BlockingReceiver(BlockingTransfer):
             return Memory.HELD
         return super().memory
 
-    @with_arguments_of(decode.RoomReceiver.grant)
+    @with_arguments_of(RoomReceiver.grant)
     def grant(self, **options: Any) -> None:
         """Provide the pages of an announced room; see `kvflow.RoomReceiver.grant`. Does not block.
 

@@ -15,7 +15,8 @@ from kvflow.geometry.engines import (
     total_heads,
     window_tokens,
 )
-from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, RegionKey
+from kvflow.geometry.layout import Component, KVLayout, Region, RegionKey
+from kvflow.geometry.memory import Location, MemoryRange
 from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
 from kvflow.geometry.parts import OpaqueItem, PagePart, PageRows
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
 from kvflow.geometry.expected import ExpectedBytes, ExpectedBytesBuilder
-from kvflow.geometry.layout import HeldRegion, KVLayout, Location, Region, RegionKey
+from kvflow.geometry.layout import HeldRegion, KVLayout, Region, RegionKey
+from kvflow.geometry.memory import Location
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, layers_within, overlap_pattern
 from kvflow.geometry.routes import RegionSlice, Route, check_cells_match
 

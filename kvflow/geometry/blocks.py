@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.geometry.binding import BoundRoute, CopyGroup
-from kvflow.geometry.layout import Location
+from kvflow.geometry.memory import Location
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.plan import ComponentSlice, Descriptors
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, cell_range, layers_within

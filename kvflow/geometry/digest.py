@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.geometry.expected import ExpectedBytes
-from kvflow.geometry.layout import Component, MemoryRange, Region
+from kvflow.geometry.layout import Component, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pages import PageTable, locate
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range
 from kvflow.geometry.routes import RegionSlice, slices_in_order

@@ -18,23 +18,18 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from kvflow.errors import LayoutError
+from kvflow.geometry.memory import ADDRESS_LIMIT, MEMORY_KINDS, Location, MemoryKind, MemoryRange, merge_ranges
 from kvflow.geometry.overlap import SpacedRuns, find_overlap
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
 __all__ = [
-    "ADDRESS_LIMIT",
     "Component",
     "HeldRegion",
     "KVLayout",
-    "Location",
-    "MemoryKind",
-    "MemoryRange",
     "Region",
     "RegionKey",
 ]
 
-ADDRESS_LIMIT = 2**64
-"""One past the last address, in bytes."""
 
 MAX_SLOTS = 2**31
 """Exclusive limit for the pages of a pool: indices are uint32 on the wire and int32 in NIXL."""
@@ -54,11 +49,6 @@ MAX_FINGERPRINT = 1_024
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 """Name of a component, tensor, type or transport. The limit is in characters."""
 
-MemoryKind = str
-"""Kind of memory: "DRAM" (host) or "VRAM" (device), the terms that transports use."""
-
-MEMORY_KINDS = ("DRAM", "VRAM")
-
 
 class RegionKey(NamedTuple):
     """Identifies a region across ranks: regions with equal keys hold the same data."""
@@ -66,37 +56,6 @@ class RegionKey(NamedTuple):
     component: str
     tensor: str
     layer: int
-
-
-class Location(NamedTuple):
-    """Where memory is.
-
-    Attributes:
-        memory_kind: "DRAM" or "VRAM".
-        device_id: Device ordinal; 0 for host memory.
-    """
-
-    memory_kind: MemoryKind
-    device_id: int
-
-
-class MemoryRange(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Bytes to register with a transport: `[address, address + length)`.
-
-    Attributes:
-        address: Address of the first byte, uint64.
-        length: Length in bytes.
-        location: Location of the memory; None to use the default of the owner (for example the layout).
-    """
-
-    address: int
-    length: int
-    location: Location | None = None
-
-    @property
-    def end(self) -> int:
-        """One past the last byte."""
-        return self.address + self.length
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -512,25 +471,3 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         if index < 0 or region.end > self.allocations[index].end:
             return None
         return self.allocations[index]
-
-
-def merge_ranges(ranges: Iterable[MemoryRange]) -> tuple[MemoryRange, ...]:
-    """Sort ranges and merge those that overlap.
-
-    Adjacent ranges are not merged: they may be separate allocations, which a transport cannot register as one.
-
-    Raises:
-        LayoutError: Two ranges that overlap are in different locations.
-    """
-    merged: list[MemoryRange] = []
-    for current in sorted(ranges, key=lambda one: (one.address, one.length)):
-        if merged and current.address < merged[-1].end:
-            last = merged[-1]
-            if current.location != last.location:
-                raise LayoutError(
-                    "memory ranges in different locations overlap", address=current.address, found=(last, current)
-                )
-            merged[-1] = MemoryRange(last.address, max(last.end, current.end) - last.address, last.location)
-        else:
-            merged.append(current)
-    return tuple(merged)

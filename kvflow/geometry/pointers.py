@@ -18,16 +18,8 @@ import msgspec
 from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import (
-    ADDRESS_LIMIT,
-    Component,
-    KVLayout,
-    Location,
-    MemoryKind,
-    MemoryRange,
-    Region,
-    merge_ranges,
-)
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import ADDRESS_LIMIT, Location, MemoryKind, MemoryRange, merge_ranges
 from kvflow.geometry.parts import ItemParts, OpaqueItem, PagePart, PageRows
 
 __all__ = ["BufferLists", "buffers_of", "layout_from_pointers", "regions_from_pointers"]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import Location, MemoryRange
+from kvflow.geometry.memory import Location, MemoryRange
 
 if TYPE_CHECKING:
     import torch

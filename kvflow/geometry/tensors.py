@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError
 from kvflow.geometry.axes import Axes
-from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import Location, MemoryRange, merge_ranges
 from kvflow.geometry.strided import Strided, strided
 
 if TYPE_CHECKING:

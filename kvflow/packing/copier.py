@@ -11,7 +11,8 @@ import msgspec
 
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View
-from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
+from kvflow.geometry.layout import KVLayout, RegionKey
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns, PackedSlices, Payload, find_runs
 from kvflow.geometry.pages import PageTable
 

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from kvflow.errors import ConfigError
 from kvflow.geometry.digest import View
-from kvflow.geometry.layout import KVLayout, MemoryRange, RegionKey
+from kvflow.geometry.layout import KVLayout, RegionKey
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing.copier import Allocation, Copier
 

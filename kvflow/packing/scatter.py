@@ -7,7 +7,8 @@ from typing import Final
 
 from kvflow.errors import PlanError
 from kvflow.geometry.digest import View
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedSlices, Payload, find_slices
 from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.routes import RegionSlice

@@ -10,7 +10,8 @@ import numpy as np
 from kvflow.config import PrefillConfig, RankConfig
 from kvflow.geometry.binding import BoundRoute
 from kvflow.geometry.digest import View
-from kvflow.geometry.layout import KVLayout, MemoryRange, merge_ranges
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange, merge_ranges
 from kvflow.geometry.pack import PackedSlices, Payload, find_slices
 from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import RegionSlice

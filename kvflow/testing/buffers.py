@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.geometry.layout import Component, KVLayout, MemoryKind, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryKind
 
 __all__ = ["Buffer", "Bytes", "HostBuffer"]
 

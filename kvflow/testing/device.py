@@ -28,7 +28,8 @@ from typing_extensions import override
 from kvflow.backends.base import Backend
 from kvflow.errors import BackendError
 from kvflow.geometry.blocks import BlockLists, Blocks
-from kvflow.geometry.layout import ADDRESS_LIMIT, KVLayout, Location, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import ADDRESS_LIMIT, Location, MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.buffers import Buffer, Bytes
 

@@ -3,7 +3,8 @@
 from typing import Final, Literal, NamedTuple, get_args
 
 from kvflow.config import Timeouts
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.room import RoomId
 from kvflow.state.settings import LocalStagingSettings, WindowSettings
 

@@ -16,7 +16,8 @@ from kvflow.backends.nixl import endpoints as nixl_endpoints
 from kvflow.backends.nixl import outgoing
 from kvflow.backends.nixl.backend import FORMAT
 from kvflow.gate import hellos
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.routes import compile_routes
 from kvflow.stages.context import agent_name
 from kvflow.trust import ClientKeys

@@ -20,7 +20,8 @@ import numpy as np
 
 from kvflow.backends.base import BackendEvent
 from kvflow.backends.nixl import NixlBackend
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["Landing", "kill_writers"]

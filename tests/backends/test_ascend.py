@@ -21,7 +21,7 @@ from examples.ascend.kvflow_ascend import ALIGNMENT, AscendBackend
 from kvflow.backends import create_backend
 from kvflow.backends.base import PostEnded
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.testing.buffers import HostBuffer
 from kvflow.testing.contract import BackendContract
 from kvflow.testing.endpoints import Endpoint, copies, open_endpoint

@@ -6,7 +6,7 @@ import pytest
 from kvflow.backends.host import host_view
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 
 
 def test_bytes_of_another_address() -> None:

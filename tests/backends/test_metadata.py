@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import ADDRESS_LIMIT, Location, MemoryRange
+from kvflow.geometry.memory import ADDRESS_LIMIT, Location, MemoryRange
 
 BASE = 0x7F00_0000_0000
 MEMORY = RegisteredMemory((MemoryRange(BASE, 100), MemoryRange(BASE + 100, 50), MemoryRange(2**63, 10)), "DRAM", 3)

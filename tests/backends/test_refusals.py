@@ -11,7 +11,7 @@ from msgspec.structs import force_setattr
 from kvflow.backends import create_backend, known_backends
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError, ConfigError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from tests.backends.endpoints import BACKENDS, copies, open_backend, open_endpoints, same
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("backend", BACKENDS)]

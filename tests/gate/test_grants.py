@@ -25,7 +25,7 @@ PART: Final = 64
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "PAGES_PER_PART", PART)
+        patch.setattr(messages.rooms, "PAGES_PER_PART", PART)
         yield
 
 

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from kvflow.errors import LayoutError
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region, merge_ranges
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange, merge_ranges
 from tests.geometry.regions import region
 
 HIGH = 0xFFFF81AB54E01000  # an address as Intel XPU returns it

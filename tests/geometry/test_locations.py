@@ -31,7 +31,7 @@ from kvflow.geometry import (
     regions_from_pointers,
     tensors,
 )
-from kvflow.geometry.layout import merge_ranges
+from kvflow.geometry.memory import merge_ranges
 from kvflow.geometry.strided import Strided, strided
 from tests.support.links import chunk_slices, links
 from tests.support.worlds import World, execute, worlds

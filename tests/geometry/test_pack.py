@@ -22,7 +22,7 @@ from kvflow.geometry import (
     build_page_table,
 )
 from kvflow.geometry.expected import ExpectedBytes, expected_bytes
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedSlices, Payload, find_runs, find_slices, is_head_major
 from kvflow.geometry.pages import TokenPages
 from kvflow.geometry.ranges import WHOLE

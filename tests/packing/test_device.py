@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvflow.errors import PlanError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
 from kvflow.packing.device import DeviceCopier, Rows, bytes_at, find_device, word_bytes

@@ -18,7 +18,7 @@ from kvflow.backends.base import Backend, BackendEvent, Capabilities, NoticeArri
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import ConfigError, FailureReason, PlanError, Stage, TransferFailed
-from kvflow.geometry.layout import Location, MemoryRange
+from kvflow.geometry.memory import Location, MemoryRange
 from kvflow.state.tables import Memory, Outcome
 from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_of_layers
 from tests.support.examples import examples

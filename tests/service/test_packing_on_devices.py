@@ -21,7 +21,7 @@ import kvflow
 from kvflow.backends.memory import MemoryBackend
 from kvflow.bounds import Bounds
 from kvflow.errors import ConfigError, FailureReason
-from kvflow.geometry.layout import MemoryKind, MemoryRange
+from kvflow.geometry.memory import MemoryKind, MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
 from kvflow.packing.device import DeviceCopier

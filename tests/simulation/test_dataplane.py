@@ -8,7 +8,8 @@ import pytest
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded, PostInDoubt
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from simulation import Faults, Process, Violation, World
 from simulation.dataplane import Segment, SimulatedBackend, cut

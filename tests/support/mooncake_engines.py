@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.engine import WritingEngine
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 
 __all__ = ["OpenEngine"]
 

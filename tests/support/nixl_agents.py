@@ -18,7 +18,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.backends.nixl.backend import FORMAT
 from kvflow.backends.nixl.library import ENGINE_CONFIG, load
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 
 __all__ = ["ForeignAgent", "foreign_agents"]
 

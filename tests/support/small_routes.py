@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from kvflow.geometry.binding import bind_route
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.routes import Route, compile_routes
 from kvflow.geometry.split import SplitPolicy, split_policy_for
 from kvflow.state.events import PeerRoute, RankRoute

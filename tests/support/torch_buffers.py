@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 from kvflow.testing.buffers import Buffer, Bytes
 
 __all__ = ["TorchBuffer", "device_of_cuda", "device_of_nixl"]

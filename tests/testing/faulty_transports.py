@@ -13,7 +13,8 @@ from kvflow.backends import Backend, BackendEvent, OnBroken, OnEvents, PostEnded
 from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import KVLayout, MemoryRange
+from kvflow.geometry.layout import KVLayout
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.testing.contract import BackendContract
 from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import Location, MemoryRange
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 from kvflow.wire.codec import encode

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvflow.errors import FailureReason, Stage
-from kvflow.geometry.layout import ADDRESS_LIMIT, Component, KVLayout, Location, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import ADDRESS_LIMIT, Location
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 

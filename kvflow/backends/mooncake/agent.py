@@ -14,7 +14,7 @@ from kvflow.backends.mooncake.library import Protocol
 from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
 from kvflow.errors import BackendError
 from kvflow.gate.rates import Budget, Budgets
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 

@@ -20,7 +20,7 @@ from kvflow.backends.library_sockets import LibrarySockets, find_epolls
 from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress, IncarnationCell, host_of
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 
 __all__ = ["MooncakeEngine", "WritingEngine", "start_native"]
 

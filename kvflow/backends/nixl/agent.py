@@ -20,7 +20,7 @@ from kvflow.backends.nixl.posts import NativeEndpoint, PostQueue, Write, joined
 from kvflow.backends.nixl.writes import NativeWrites
 from kvflow.errors import RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
 

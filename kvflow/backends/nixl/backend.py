@@ -41,7 +41,7 @@ from kvflow.backends.nixl.paths import can_be_seen, describe_paths, may_use_rdma
 from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.backends.owner import ConnectedPeer, PollIntervals
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["FORMAT", "NixlBackend"]

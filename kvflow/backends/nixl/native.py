@@ -10,7 +10,7 @@ from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 

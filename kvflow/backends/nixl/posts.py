@@ -14,7 +14,7 @@ import numpy as np
 
 from kvflow.backends.observed_path import ObservedPath
 from kvflow.geometry.blocks import BlockLists, Blocks
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["NativeEndpoint", "PostQueue", "PreparedLists", "Write", "joined"]

@@ -12,7 +12,7 @@ import pytest
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryKind
+from kvflow.geometry.memory import MemoryKind
 from kvflow.testing.buffers import Buffer, Bytes, HostBuffer
 from kvflow.testing.endpoints import Endpoint, copies, open_endpoint, random_bytes, same
 

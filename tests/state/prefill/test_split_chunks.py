@@ -6,7 +6,8 @@ from msgspec.structs import replace
 from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.geometry.binding import bind_route
-from kvflow.geometry.layout import Component, KVLayout, Location, MemoryRange
+from kvflow.geometry.layout import Component, KVLayout
+from kvflow.geometry.memory import Location, MemoryRange
 from kvflow.geometry.ranges import TokenShard
 from kvflow.geometry.routes import compile_routes
 from kvflow.geometry.split import split_policy_for

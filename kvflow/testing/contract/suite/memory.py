@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BackendError, RegistrationError
-from kvflow.geometry.layout import Component, KVLayout, MemoryRange, Region
+from kvflow.geometry.layout import Component, KVLayout, Region
+from kvflow.geometry.memory import MemoryRange
 from kvflow.testing.buffers import Buffer, HostBuffer
 from kvflow.testing.contract.base import ContractBase, is_refused, write
 from kvflow.testing.endpoints import Endpoint, copies, fresh_name, open_endpoint, same

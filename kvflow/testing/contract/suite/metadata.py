@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import BackendError
-from kvflow.geometry.layout import MemoryRange
+from kvflow.geometry.memory import MemoryRange
 from kvflow.testing.contract.base import ContractBase, check_only_this_arrives, is_refused
 from kvflow.testing.endpoints import Endpoint, copies, fresh_name, random_bytes, same
 

@@ -1,0 +1,334 @@
+"""Events of a decode core, and what its engine asks for."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvflow.geometry.expected import ExpectedBytes
+from kvflow.geometry.ranges import TokenRange
+from kvflow.geometry.routes import RegionSlice, Route
+from kvflow.room import RoomId
+from kvflow.state.events.shared import CloseStarted, DrainStarted, QuarantineReleased, TimePassed, TransportClosed
+from kvflow.state.quarantine import NO_MEMORY, Footprint
+from kvflow.wire.messages import (
+    DEFAULT_MAX_PAGES,
+    AnyMessage,
+    Failure,
+    Notice,
+    PeerId,
+    RankRecord,
+    StagingWindow,
+)
+
+__all__ = [
+    "ConnectFailed",
+    "ConnectedRank",
+    "ConnectionLost",
+    "ConnectionObstructed",
+    "ConnectionRefused",
+    "DecodeEvent",
+    "DigestsVerified",
+    "FenceImpossible",
+    "InstanceAddress",
+    "InstanceFound",
+    "InstanceRef",
+    "Landed",
+    "LookUpRefused",
+    "MessageReceived",
+    "NoticeDelivered",
+    "PeerFenced",
+    "ProbeFinished",
+    "RankRoute",
+    "ReceiveAborted",
+    "ReceiveGranted",
+    "ReceiveOpened",
+    "RoomDeclined",
+    "RoutesCompiled",
+    "Scattered",
+]
+
+
+class InstanceAddress(msgspec.Struct, frozen=True):
+    """A prefill instance that is looked up at an address instead of in the configured registry.
+
+    Attributes:
+        address: "tcp://host:port" of a rank of the instance, or of a registry.
+        name: Name of the instance; None for whichever instance answers at the address.
+    """
+
+    address: str
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return self.address if self.name is None else f"{self.name} at {self.address}"
+
+
+InstanceRef = str | InstanceAddress
+"""Reference to a prefill instance: its name in the registry, or the address to look it up at."""
+
+
+class ReceiveOpened(msgspec.Struct, frozen=True):
+    """The engine requested a room, or announced one.
+
+    Attributes:
+        generation: Issued by the shell, higher than all earlier ones.
+        instance: Prefill instance that computes the room.
+        ranges: Tokens of each wanted component.
+        pages: Destination pages of the same components, encoded as in the Grant.
+        timeout_s: Time limit of the whole transfer, in seconds; for an announced room, the time until it has pages.
+        priority: Priority class of the transfer; 0 is served first.
+        secret: 16 random bytes, from which the token of each grant is derived.
+        footprint: Memory that the pages occupy in the pools.
+        digest: Whether to compare the received bytes with digests of the sent ones.
+        issuer: Incarnation of the prefill rank that issued the room's ticket, if there is one; no other incarnation may
+            serve the room.
+        is_announced: The room has no pages yet; `ReceiveGranted` supplies them.
+        capability: Proof to the prefill rank that this instance may receive the room; empty if there is none.
+    """
+
+    room: RoomId
+    generation: int
+    instance: InstanceRef
+    ranges: Mapping[str, TokenRange]
+    pages: Mapping[str, bytes]
+    num_decode_ranks: int
+    timeout_s: float
+    secret: bytes
+    footprint: Footprint = NO_MEMORY
+    digest: bool = False
+    priority: int = 0
+    issuer: PeerId | None = None
+    is_announced: bool = False
+    capability: str = ""
+
+
+class ReceiveGranted(msgspec.Struct, frozen=True):
+    """The engine supplied the pages of an announced room. The fields are those of `ReceiveOpened`."""
+
+    room: RoomId
+    generation: int
+    ranges: Mapping[str, TokenRange]
+    pages: Mapping[str, bytes]
+    timeout_s: float
+    footprint: Footprint = NO_MEMORY
+    digest: bool = False
+
+
+class ReceiveAborted(msgspec.Struct, frozen=True):
+    """The engine aborted a room."""
+
+    room: RoomId
+    failure: Failure
+
+
+class RoomDeclined(msgspec.Struct, frozen=True):
+    """The engine will not receive a room, or this rank has refused its request. The fields are as in `ReceiveOpened`.
+
+    Attributes:
+        failure: Why, for the prefill ranks.
+    """
+
+    room: RoomId
+    generation: int
+    instance: InstanceRef
+    failure: Failure
+    issuer: PeerId | None = None
+    capability: str = ""
+
+
+class InstanceFound(msgspec.Struct, frozen=True):
+    """The directory answered a lookup.
+
+    Attributes:
+        instance: Reference that was looked up.
+        records: Records by engine rank, without ranks that are not registered.
+        number: Number of the lookup; the answer is at least as recent as that lookup.
+    """
+
+    instance: InstanceRef
+    records: tuple[RankRecord, ...]
+    number: int = 0
+
+
+class RankRoute(msgspec.Struct, frozen=True):
+    """What this rank wants from one prefill rank.
+
+    Attributes:
+        route: Route as given in the Hello.
+        expected: Bytes that the route yields, by component.
+    """
+
+    route: Route
+    expected: Mapping[str, ExpectedBytes]
+
+
+class RoutesCompiled(msgspec.Struct, frozen=True):
+    """Routes from every rank of an instance were compiled, see `CompileRoutes`.
+
+    Attributes:
+        routes: Routes by engine rank; empty if the layouts are not compatible.
+        failure: Why the layouts are not compatible.
+    """
+
+    instance: str
+    attempt: int
+    routes: tuple[RankRoute, ...]
+    failure: str = ""
+
+
+class ConnectedRank(msgspec.Struct, frozen=True):
+    """One prefill rank after the handshake.
+
+    Attributes:
+        expected: Bytes that it must send, by component.
+        slices: The same as region slices; not read by the core.
+        staging: Where it may write packed pieces, or None.
+        max_pages: Maximum number of pages of a grant to it.
+    """
+
+    peer: PeerId
+    expected: Mapping[str, ExpectedBytes]
+    slices: tuple[RegionSlice, ...] = ()
+    staging: StagingWindow | None = None
+    max_pages: int = DEFAULT_MAX_PAGES
+
+
+class ConnectFailed(msgspec.Struct, frozen=True):
+    """Connecting to a prefill rank failed: its address is unusable, or this process lacks descriptors (`is_short`)."""
+
+    peer: PeerId
+    detail: str
+    is_short: bool = False
+
+
+class ConnectionObstructed(msgspec.Struct, frozen=True):
+    """The reason why there is no connection to a prefill rank is known; empty once there is one.
+
+    Attributes:
+        is_short: This process lacks a resource for it.
+    """
+
+    peer: PeerId
+    detail: str
+    is_short: bool = False
+
+
+class ConnectionRefused(msgspec.Struct, frozen=True):
+    """A prefill rank rejected this rank's key, or the reverse. The shell keeps retrying."""
+
+    peer: PeerId
+    detail: str
+
+
+class LookUpRefused(msgspec.Struct, frozen=True):
+    """The directory rejected this rank's key, or the reverse, or there is no connection. The shell keeps retrying.
+
+    Attributes:
+        instance: Reference that was, or could be, looked up there; None for all names.
+        is_short: This process lacks the descriptors for a connection.
+    """
+
+    instance: InstanceRef | None
+    detail: str
+    is_short: bool = False
+
+
+class ConnectionLost(msgspec.Struct, frozen=True):
+    """The connection to a prefill rank broke; the shell is reconnecting."""
+
+    peer: PeerId
+
+
+class MessageReceived(msgspec.Struct, frozen=True):
+    """A prefill rank sent a message, which also proves that it is alive."""
+
+    peer: PeerId
+    message: AnyMessage
+
+
+class NoticeDelivered(msgspec.Struct, frozen=True):
+    """The transport delivered an in-band notice; only the token of its grant identifies the sender."""
+
+    notice: Notice
+
+
+class ProbeFinished(msgspec.Struct, frozen=True):
+    """A probe of a prefill rank's port has ended, see `ProbePeer`.
+
+    Attributes:
+        is_gone: Nothing listens on the port any more: the process has ended.
+    """
+
+    peer: PeerId
+    is_gone: bool
+
+
+class PeerFenced(msgspec.Struct, frozen=True):
+    """The transport has ensured that no write of a terminated process can still land."""
+
+    peer: PeerId
+
+
+class Landed(msgspec.Struct, frozen=True):
+    """Nothing that a prefill rank had in flight for a transfer can still land."""
+
+    peer: PeerId
+    room: RoomId
+    generation: int
+
+
+class FenceImpossible(msgspec.Struct, frozen=True):
+    """The transport cannot tell when the writes of a terminated process have landed."""
+
+    peer: PeerId
+
+
+class DigestsVerified(msgspec.Struct, frozen=True):
+    """The received bytes were compared with their digests, see `VerifyDigests`.
+
+    Attributes:
+        failure: None if all digests match, or if the check was no longer needed.
+    """
+
+    generation: int
+    failure: Failure | None
+
+
+class Scattered(msgspec.Struct, frozen=True):
+    """The scatter of a packed piece into the pages has ended, successfully or not, see `ScatterStaged`.
+
+    Attributes:
+        failure: None if the piece is in the pages.
+    """
+
+    generation: int
+    notice: Notice
+    failure: Failure | None
+
+
+DecodeEvent = (
+    ReceiveOpened
+    | ReceiveGranted
+    | ReceiveAborted
+    | RoomDeclined
+    | InstanceFound
+    | RoutesCompiled
+    | ConnectFailed
+    | ConnectionLost
+    | ConnectionObstructed
+    | ConnectionRefused
+    | LookUpRefused
+    | MessageReceived
+    | NoticeDelivered
+    | ProbeFinished
+    | PeerFenced
+    | Landed
+    | FenceImpossible
+    | DigestsVerified
+    | Scattered
+    | QuarantineReleased
+    | DrainStarted
+    | CloseStarted
+    | TransportClosed
+    | TimePassed
+)
