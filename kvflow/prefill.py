@@ -480,13 +480,13 @@ class RoomSender(Transfer):
             layers: Use instead of `ready` if layers are computed one after another. Each entry says when the pages of
                 all (global) layers below its `stop` are ready; entries are in ascending order. The last entry covers
                 all remaining layers, whatever its `stop`. Groups are merged until they are large enough for a write
-                (`Limits.bytes_per_layer_piece`), so a short chunk is sent in one piece after its last event. A
-                `torch.cuda.Event` that was never recorded counts as done, so offer the chunk after all layers have been
-                launched, or pass an object that also waits for that.
+                (`Limits.bytes_per_layer_piece`), so a short chunk is sent in one piece after its last event. Offer the
+                chunk after all layers have been launched and their events recorded, or pass an object that also waits
+                for that.
 
         Raises:
-            PlanError: A page table does not match the pool or the tokens, or layers are out of order. Nothing was sent,
-                and the room stays open.
+            PlanError: A page table does not match the pool or the tokens, layers are out of order, or an event was
+                never recorded and would count as done. Nothing was sent, and the room stays open.
             LocalProtocolError: The tokens do not continue the previous chunk (or start after `resume_at`), `finish` was
                 called, or `quiesce` has not returned yet.
             TransferFailed: The transfer has failed in the meantime; you need not compute the rest.

@@ -32,6 +32,10 @@ DEVICE_WAITS_AT_ONCE: Final = 48
 work."""
 
 
+EVENT_HANDLES: Final = ("cuda_event", "sycl_event")
+"""Attributes of `torch.cuda.Event` and `torch.xpu.Event` that are 0 until the event is recorded."""
+
+
 def make_chunk(
     layout: KVLayout,
     tokens: TokenRange,
@@ -43,14 +47,15 @@ def make_chunk(
     """Check the arguments of `RoomSender.chunk`, which describes them, and return the chunk.
 
     Raises:
-        PlanError: A page table does not match the pool or the tokens, or layers are out of order.
+        PlanError: A page table does not match the pool or the tokens, layers are out of order, or an event was never
+            recorded.
     """
     tokens = check_range(tokens)
     parts = normalize(pages, layout, tokens)
     tables = build_page_tables(parts, layout)
     ranges = {name: part.tokens for name, part in parts.items()}
-    if ready is not None and not callable(getattr(ready, "synchronize", None)):
-        raise PlanError("`ready` must have a `synchronize` method", type=type(ready).__name__)
+    if ready is not None:
+        _check_event(ready)
     groups = _check_layers(layers, ready) if len(layers) else ()
     return Chunk(tokens, ranges, tables, ready=ready, layers=groups)
 
@@ -76,11 +81,27 @@ def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
     return msgspec.structs.replace(chunk, last=True, metadata=metadata)
 
 
+def _check_event(ready: ReadyEvent) -> None:
+    """Check that something can be waited for.
+
+    Raises:
+        PlanError: It is not an event, or an event of torch that was never recorded.
+    """
+    if not callable(getattr(ready, "synchronize", None)):
+        raise PlanError("`ready` must have a `synchronize` method", type=type(ready).__name__)
+    if any(getattr(ready, handle, True) in (0, None) for handle in EVENT_HANDLES):
+        raise PlanError(
+            "event was never recorded, so it would count as done: record it before the chunk is sent",
+            type=type(ready).__name__,
+        )
+
+
 def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
     """Check the groups of layers in which a chunk is computed.
 
     Raises:
-        PlanError: They are not LayersReady values, not in ascending order, or combined with `ready`.
+        PlanError: They are not LayersReady values, not in ascending order, or combined with `ready`; or as in
+            `_check_event`.
     """
     if ready is not None:
         raise PlanError("`ready` and `layers` are mutually exclusive", groups=len(layers))
@@ -88,6 +109,9 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
         groups = tuple(LayersReady(operator.index(stop), event) for stop, event in layers)
     except (TypeError, ValueError):
         raise PlanError("`layers` must contain LayersReady values", layers=layers) from None
+    for group in groups:
+        if group.ready is not None:
+            _check_event(group.ready)
     stops = [0, *(group.stop for group in groups)]
     if any(stop <= start for start, stop in itertools.pairwise(stops)):
         raise PlanError("`layers` must be in ascending order", stops=stops[1:])

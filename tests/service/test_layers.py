@@ -8,11 +8,13 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+import torch
 
 import kvflow
 from kvflow import LayersReady, blocking
@@ -108,8 +110,9 @@ class Instances:
     sources: list[Pool] = field(default_factory=list)
     targets: list[Pool] = field(default_factory=list)
 
-    def receiver(self, rank: int = 0) -> kvflow.RoomReceiver:
-        return self.decode[rank].receive(1, prefill="prefill", tokens=(0, NUM_TOKENS), pages=table((0, NUM_TOKENS)))
+    def receiver(self, rank: int = 0, *, timeout_s: float | None = None) -> kvflow.RoomReceiver:
+        whole = (0, NUM_TOKENS)
+        return self.decode[rank].receive(1, prefill="prefill", tokens=whole, pages=table(whole), timeout_s=timeout_s)
 
     async def send(self, rank: int, stops: tuple[int, ...]) -> None:
         """Send two chunks, each layer by layer."""
@@ -295,6 +298,65 @@ async def test_decode_may_leave_while_layers_are_computed() -> None:
 def test_layers_out_of_order_are_refused(layers: list[LayersReady], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         make_chunk(make_pool().layout, (0, 4), table((0, 4)), layers=layers)
+
+
+class Unrecorded:
+    """What `torch.cuda.Event` and `torch.xpu.Event` are before `record`: `synchronize` returns at once."""
+
+    def __init__(self, handle: str, value: int = 0) -> None:
+        setattr(self, handle, value)
+
+    def synchronize(self) -> None:
+        """Return, as torch does when there is nothing to wait for."""
+
+
+@pytest.mark.parametrize(("kind", "handle"), [(torch.cuda.Event, "cuda_event"), (torch.xpu.Event, "sycl_event")])
+def test_an_event_that_was_never_recorded_is_refused(kind: Any, handle: str) -> None:
+    event: Any = Unrecorded(handle)
+    assert "uninitialized" in kind.__repr__(event), "torch calls it so"
+    layout = make_pool().layout
+    with pytest.raises(PlanError, match="never recorded"):
+        make_chunk(layout, (0, 4), table((0, 4)), ready=event)
+    with pytest.raises(PlanError, match="never recorded"):
+        make_chunk(layout, (0, 4), table((0, 4)), layers=[LayersReady(2), LayersReady(4, event)])
+    with pytest.raises(PlanError, match="synchronize"):
+        make_chunk(layout, (0, 4), table((0, 4)), layers=[LayersReady(4, 4)])  # type: ignore[arg-type]
+    recorded: Any = Unrecorded(handle, 0x7F00)
+    assert make_chunk(layout, (0, 4), table((0, 4)), ready=recorded).ready is recorded
+
+
+@pytest.mark.slow
+async def test_an_event_that_never_fires_ends_both_sides_and_nothing_of_its_layers_is_read() -> None:
+    async with instances() as ranks, anyio.create_task_group() as tasks:
+        source, target = ranks.sources[0], ranks.targets[0]
+        layers = groups(source, (0, NUM_TOKENS), (2, 4))
+        last = layers[1].ready
+        assert isinstance(last, Device)
+        last.may_run = threading.Event()
+
+        async def send() -> None:
+            async with ranks.prefill[0].send(1) as sender:
+                await sender.finish((0, NUM_TOKENS), table((0, NUM_TOKENS)), layers=layers)
+
+        failures: list[FailureReason] = []
+
+        async def fail_to_send() -> None:
+            failures.append((await catch(send)).reason)
+
+        tasks.start_soon(fail_to_send)
+        receiver = ranks.receiver(timeout_s=4.0)
+
+        async def receive() -> None:
+            async with receiver:
+                await receiver.done()
+
+        failure = await catch(receive)
+        await until(lambda: bool(failures))
+        assert (failure.reason, failures) == (FailureReason.DEADLINE, [FailureReason.DEADLINE])
+        assert receiver.memory is kvflow.Memory.SAFE
+        last.may_run.set()
+        await until(lambda: not ranks.prefill[0].statistics().queued_chunks)
+        assert all((target.buffers[layer] == UNTOUCHED).all() for layer in (2, 3))
 
 
 def test_layers_and_an_event_for_all_of_them_are_refused() -> None:
