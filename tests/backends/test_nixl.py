@@ -19,7 +19,7 @@ from benchmarks.resources import num_files
 from kvflow.backends import create_backend
 from kvflow.backends.base import PostEnded
 from kvflow.backends.nixl import NixlBackend, library
-from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
+from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
 from tests.backends.endpoints import (
     Endpoint,
     copies,
@@ -82,8 +82,17 @@ async def test_the_second_build_is_taken_if_the_first_is_missing(monkeypatch: py
         assert endpoint.backend.metadata()
 
 
+def test_a_plugin_whose_notices_may_overtake_bytes_is_refused() -> None:
+    """Whoever knows better says so; UCX is known."""
+    with pytest.raises(ConfigError, match="notices_follow_bytes") as caught:
+        create_backend("nixl", {"plugin": "LIBFABRIC"})
+    assert caught.value.values["plugin"] == "LIBFABRIC"
+    assert create_backend("nixl", {"plugin": "LIBFABRIC", "notices_follow_bytes": True}).name == "nixl"
+    assert create_backend("nixl", {"plugin": "UCX"}).name == "nixl"
+
+
 async def test_an_unknown_plugin_is_named() -> None:
-    backend, name = NixlBackend(plugin="PIGEON", plugin_options={"loft": "3"}), fresh_name()
+    backend, name = NixlBackend(plugin="PIGEON", notices_follow_bytes=True, plugin_options={"loft": "3"}), fresh_name()
     with pytest.raises(BackendUnavailable) as caught:
         await open_bare(backend, name)
     assert (caught.value.values["plugin"], caught.value.values["options"]) == ("PIGEON", {"loft": "3"})

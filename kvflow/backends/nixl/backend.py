@@ -40,6 +40,7 @@ from kvflow.backends.nixl.library import ENGINE_CONFIG
 from kvflow.backends.nixl.paths import can_be_seen, describe_paths, may_use_rdma
 from kvflow.backends.nixl.posts import PostQueue, Write
 from kvflow.backends.owner import ConnectedPeer, PollIntervals
+from kvflow.errors import ConfigError
 from kvflow.geometry.blocks import BlockLists, Blocks, run_extents
 from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
@@ -70,6 +71,9 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
 
     Args:
         plugin: NIXL plugin to use.
+        notices_follow_bytes: Your assurance that this plugin delivers a notice after all bytes of its write, on the
+            fabric that you use: a decode rank takes the notice as proof that they are there. Known of UCX; another
+            plugin is refused without it.
         plugin_options: Its parameters; they override kvflow's choice for UCX.
         environment: Variables to set before the library is loaded, unless they are set already. By default those that
             keep NIXL and UCX quiet and, on a host without an EFA device, UCX_MODULES=^efa.
@@ -85,6 +89,9 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
         descriptor_overhead_s: Cost of a descriptor besides its bytes, in seconds, from which kvflow decides what to
             pack. Measured: 2.3e-6 on one host, 5e-6 to 7e-6 over TCP. 0 disables packing.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
+
+    Raises:
+        ConfigError: The plugin is not UCX, and `notices_follow_bytes` is not set.
     """
 
     name = "nixl"
@@ -95,6 +102,7 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
         self,
         *,
         plugin: str = "UCX",
+        notices_follow_bytes: bool = False,
         plugin_options: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         busy_interval_s: float = 50e-6,
@@ -105,6 +113,13 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
         inline_bytes: int = 2**22,
         descriptor_overhead_s: float = 2.3e-6,
     ) -> None:
+        if plugin != "UCX" and not notices_follow_bytes:
+            raise ConfigError(
+                "NIXL plugin is not known to deliver a notice after the bytes of its write; if it does, say so",
+                plugin=plugin,
+                setting="backend_options",
+                option="notices_follow_bytes",
+            )
         intervals = PollIntervals(busy_interval_s, quiet_interval_s, idle_interval_s)
         super().__init__(intervals, close_timeout_s, of_domain=True)
         self.capabilities = dataclasses.replace(
