@@ -81,7 +81,7 @@ def _check_prefill(core: PrefillCore) -> None:
             _check_facts(delivery.state, delivery=delivery.id)
             _require_timers(delivery)
             if delivery.state.is_safe:
-                _require(not delivery.has_posts, "safe delivery with a running post", delivery=delivery.id)
+                _require(not delivery.posted, "safe delivery with a running post", delivery=delivery.id)
             _require(_has_tail(delivery), "a piece is under way before one that waits", delivery=delivery.id)
             if not room.state.is_pending:
                 _require(not delivery.state.is_pending, "room has ended, delivery has not", delivery=delivery.id)

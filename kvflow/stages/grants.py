@@ -60,7 +60,7 @@ class GrantCollector:
         self._context = context
         self._core = core
         self._send = send
-        self._gate = GrantGate(settings.limits, settings.max_pages, core.has_place, core.rooms.is_open)
+        self._gate = GrantGate(settings.limits, settings.max_pages, core.requests.has_place, core.rooms.is_open)
         self._is_asking_soon = False
         self.waiting: Collection[GrantId] = self._gate.incoming
 
@@ -87,10 +87,10 @@ class GrantCollector:
             if not self._gate.drop(grant_id):
                 return False
             self._context.dispatch(ev.MessageArrived(connection, message, was_new=True))
-        elif not self._core.needs_pages(connection, message):
+        elif not self._core.requests.needs_pages(connection, message):
             return False
         else:
-            self._gate.receive(connection, self._core.taker(peer), grant_id, message, now)
+            self._gate.receive(connection, self._core.requests.taker(peer), grant_id, message, now)
         self._ask()
         return True
 

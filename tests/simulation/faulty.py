@@ -143,7 +143,7 @@ def drained_is_said_before_posts_end(patch: Patch) -> None:
 
     def stop(self: prefill_delivery.Delivery, signal: Signal, failure: Any) -> None:
         original(self, signal, failure)
-        self._apply(Signal.QUIET)
+        self.apply(Signal.QUIET)
 
     patch.setattr(prefill_delivery.Delivery, "_stop", stop)
     patch.setattr(prefill_delivery.Delivery, "is_fenced", property(lambda self: not self.state.is_pending))
@@ -327,7 +327,7 @@ def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:
 
 
 def pages_are_given_back_while_they_are_scattered(patch: Patch) -> None:
-    patch.setattr(decode_room.Room, "is_scattering", property(lambda _: False))
+    patch.setattr(progress.Tally, "num_scattering", property(lambda _: 0, lambda *_: None))
 
 
 def slots_are_free_as_soon_as_their_write_has_ended(patch: Patch) -> None:

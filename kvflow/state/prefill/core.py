@@ -79,7 +79,7 @@ class PrefillCore:
         self._settings = settings
         self._leaving = DrainState()
         self.handshakes = Handshakes(me, settings, self.peers, self.slots, self._leaving, self._left)
-        self.posting = Posting(settings, self.queue, self.rooms, self.slots)
+        self.posting = Posting(context, self.rooms)
 
     def handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:
         """Process one event, and return its effects.
@@ -105,7 +105,7 @@ class PrefillCore:
     def missing_proofs(self, key: RoomId) -> list[MissingProof]:
         """Return the missing proofs that nothing reads the pages of a room any more."""
         known = self.rooms.rooms.get(key)
-        peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.has_posts]
+        peers = [] if known is None else [one.id.peer for one in known.deliveries.values() if one.posted]
         return [MissingProof(str(peer), "", ProofKind.WRITE_END) for peer in peers]
 
     def pages_of(self, key: RoomId) -> dict[str, bytes]:
@@ -115,12 +115,12 @@ class PrefillCore:
 
     def counts(self) -> CoreCounts:
         """Count what is open, waits, or is in quarantine."""
-        waiting, slots, held = self.requests.waiting, self.local_slots, self.quarantine.total
+        waiting, slots = self.requests.waiting, self.local_slots
         return CoreCounts(
             rooms=len(self.rooms.rooms) - len(self.quarantine),
             quarantined=len(self.quarantine),
-            quarantined_pages=held.num_pages,
-            quarantined_bytes=held.num_bytes,
+            quarantined_pages=self.quarantine.total.num_pages,
+            quarantined_bytes=self.quarantine.total.num_bytes,
             announced=waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values()),
             timers=len(self.timers),
             peers=len(self.peers),
@@ -129,22 +129,6 @@ class PrefillCore:
             slots_taken=slots.num_slots - slots.num_free - slots.num_lost,
             slots_lost=slots.num_lost + self.slots.num_lost,
         )
-
-    def needs_pages(self, connection: bytes, grant: Grant) -> bool:
-        """Return whether a grant whose pages were not sent with it can be served only once they are here.
-
-        Otherwise its sender has no handshake, or it is a repetition, or late.
-        """
-        peer = self.peers.at(connection)
-        return peer is not None and self.requests.is_new(peer, grant)
-
-    def taker(self, peer: PeerId) -> str:
-        """Return the principal to whose share the requests of a decode rank count; empty if it is not connected."""
-        return self.peers.taker(peer) if peer in self.peers else ""
-
-    def has_place(self, peer: PeerId, num_bytes: int) -> bool:
-        """Return whether page tables of a decode rank can be kept until their room is open."""
-        return peer in self.peers and self.requests.waiting.has_bytes(self.peers.taker(peer), num_bytes)
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
@@ -167,17 +151,15 @@ class PrefillCore:
                 self.posting.resume()
                 return []
             case ev.DataReady():
-                return self.rooms.data_ready(event, now)
+                return self.posting.data_ready(event, now)
             case ev.PlanFinished():
-                self.posting.end_slow_plan(event.delivery, event.seq)
-                return self.rooms.plan_finished(event, now)
+                return self.posting.plan_finished(event, now)
             case ev.PieceWentDirect():
-                return self.rooms.piece_went_direct(event)
+                return self.posting.piece_went_direct(event)
             case ev.PlanFailed():
-                self.posting.end_slow_plan(event.delivery, event.seq)
-                return self.rooms.plan_failed(event, now)
+                return self.posting.plan_failed(event, now)
             case ev.PostInDoubt():
-                effects = self.rooms.post_in_doubt(event, now)
+                effects = self.posting.post_in_doubt(event, now)
                 return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
             case ev.QuiesceAsked():
                 return self.rooms.quiesce(event.room, now)
@@ -325,7 +307,7 @@ class PrefillCore:
 
     def _post_ended(self, event: ev.PostEnded, now: float) -> list[PrefillEffect]:
         is_news = event.failure is not None and not self.queue.is_in_doubt(event.delivery, event.seq)
-        effects = self.rooms.post_ended(event, now)
+        effects = self.posting.post_ended(event, now)
         if event.failure is None:
             peer = self.peers.find(event.delivery.peer)
             if peer is not None:

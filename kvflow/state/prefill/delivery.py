@@ -24,7 +24,7 @@ from kvflow.state.packing import pays_off
 from kvflow.state.prefill.deadlines import DeliveryDeadline, DeliveryUnanswered, PostStalled, PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
 from kvflow.state.prefill.pieces import ChunkPart, cost_of, resume_at, split_chunk
-from kvflow.state.prefill.queue import PieceQueue
+from kvflow.state.prefill.queue import PieceEnd, PieceQueue
 from kvflow.state.prefill.slots import RemoteSlots
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
@@ -71,6 +71,12 @@ class SendContext(NamedTuple):
         """Close a delivery that will never begin; nothing was or will be written for it."""
         self.peers.close(delivery, failure)
         return self.failed(delivery, failure, drained=True)
+
+    def release_credit(self, delivery: DeliveryId, seq: int) -> None:
+        """Return the credit of a post that may take long to end, and must not block others until then."""
+        if not self.queue.is_in_doubt(delivery, seq):
+            self.queue.end_piece(delivery, seq, PieceEnd.IN_DOUBT)
+            self.slots.in_doubt(delivery, seq)
 
 
 class DeliveryStatus(NamedTuple):
@@ -181,19 +187,9 @@ class Delivery:
         return deadlines
 
     @property
-    def is_unanswered(self) -> bool:
-        """Whether everything is written, but not acknowledged."""
-        return self.state.is_pending and self.state.is_safe
-
-    @property
     def is_fenced(self) -> bool:
         """Whether nothing can land in the decode rank's pages any more, which is what Drained promises."""
         return not self._posted and not self._lingers
-
-    @property
-    def has_posts(self) -> bool:
-        """Whether a post is not known to have ended."""
-        return bool(self._posted)
 
     @property
     def reads_pages(self) -> bool:
@@ -326,7 +322,7 @@ class Delivery:
         if self.failure is not None:
             return self._context.failed(self.id, self.failure, drained=self.is_fenced)
         effects: list[PrefillEffect] = []
-        if self.is_unanswered:
+        if self.state.is_pending and self.state.is_safe:  # all is written, but not acknowledged
             for notice in self._written:
                 effects += self._context.peers.send(self.id.peer, notice)
         return effects
@@ -335,10 +331,6 @@ class Delivery:
         """Note that the decode rank has everything, which it may know before the last post has ended here."""
         self._is_acknowledged = True
         return self._settle()
-
-    def in_doubt(self) -> None:
-        """Stop waiting for the proof that a post has ended."""
-        self._apply(Signal.IN_DOUBT)
 
     def stop(self, signal: Signal, failure: Failure) -> list[PrefillEffect]:
         """End the delivery without success, and tell the decode rank why."""
@@ -361,11 +353,8 @@ class Delivery:
         """Drop the granted pages, which only writing needs."""
         self.grant, self._granted = replace(self.grant, pages={}), {}
 
-    def release(self) -> None:
-        """Release the pages without a proof, at an operator's request."""
-        self._apply(Signal.RELEASED)
-
-    def _apply(self, signal: Signal) -> None:
+    def apply(self, signal: Signal) -> None:
+        """Apply a signal to its outcome and memory: the proof that a post has ended is in doubt, or not waited for."""
         self.state.apply(signal)
         self._on_change(self)
 
@@ -453,18 +442,18 @@ class Delivery:
         self._context.queue.stop_expecting(self.id.peer, len(self._not_ready))
         self._not_ready.clear()
         self._context.queue.drop(self.id)
-        self._apply(signal)
+        self.apply(signal)
         if not self._posted:
-            self._apply(Signal.QUIET)
+            self.apply(Signal.QUIET)
 
     def _settle(self) -> list[PrefillEffect]:
         """Update the state if the last write has ended, and send Drained if it is due."""
         if not self._posted and not self._unposted and not self._planned:
             if self.state.is_pending and self._has_last_chunk:
                 is_known = self._is_acknowledged or not self._wanted
-                self._apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
+                self.apply(Signal.COMPLETED if is_known else Signal.WRITTEN)
             if not self.state.is_pending:
-                self._apply(Signal.QUIET)
+                self.apply(Signal.QUIET)
         in_flight = self._context.settings.domain if self._lingers else b""
         if not self._drained_is_due or self._posted or (self._lingers and not in_flight):
             return []  # safe pages here are no proof for those of the peer

@@ -116,8 +116,22 @@ class Requests:
             return self._deny(delivery_id, denied)
         return self._ask(delivery_id, grant, now, leaving)
 
-    def is_new(self, peer: DecodePeer, grant: Grant) -> bool:
-        """Return whether a grant is neither known nor late."""
+    def taker(self, peer: PeerId) -> str:
+        """Return the principal to whose share the requests of a decode rank count; empty if it is not connected."""
+        return self._context.peers.taker(peer) if peer in self._context.peers else ""
+
+    def has_place(self, peer: PeerId, num_bytes: int) -> bool:
+        """Return whether page tables of a decode rank can be kept until their room is open."""
+        return peer in self._context.peers and self.waiting.has_bytes(self._context.peers.taker(peer), num_bytes)
+
+    def needs_pages(self, connection: bytes, grant: Grant) -> bool:
+        """Return whether a grant whose pages were not sent with it can be served only once they are here.
+
+        Otherwise its sender has no handshake, or it is a repetition, or late.
+        """
+        peer = self._context.peers.at(connection)
+        if peer is None:
+            return False
         delivery_id = DeliveryId(grant.room, peer.id, grant.generation)
         is_known = self._rooms.find_delivery(delivery_id)[1] is not None or delivery_id in self._rooms.unfenced
         return not (is_known or isinstance(self._asked(delivery_id), Grant) or grant.generation in peer.closed)

@@ -204,7 +204,7 @@ class Room:
     def post_in_doubt(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
         """Note that the transport cannot tell whether a post has ended, which ends the room."""
         stopped = self.stop(Signal.FAILED, failure)
-        delivery.in_doubt()
+        delivery.apply(Signal.IN_DOUBT)
         return stopped
 
     def cancel(self, delivery: Delivery, cancel: Cancel) -> list[PrefillEffect]:
@@ -231,14 +231,14 @@ class Room:
     def in_doubt(self) -> None:
         """Stop waiting for posts that do not end."""
         for delivery in self.deliveries.values():
-            if delivery.has_posts:
-                delivery.in_doubt()
+            if delivery.posted:
+                delivery.apply(Signal.IN_DOUBT)
 
     def release(self) -> list[PrefillEffect]:
         """Release the pages without a proof, at an operator's request."""
         self.in_doubt()
         for delivery in self.deliveries.values():
-            delivery.release()
+            delivery.apply(Signal.RELEASED)
         self.state.apply(Signal.RELEASED)
         return [self._report()]
 

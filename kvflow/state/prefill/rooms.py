@@ -5,17 +5,8 @@ from typing import assert_never
 from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, PlanError, Stage
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
-from kvflow.state.effects import CountAnomaly, DropPlan, Piece, PostPlan, PrefillEffect
-from kvflow.state.events import (
-    Chunk,
-    DataReady,
-    DeliveryId,
-    PieceWentDirect,
-    PlanFailed,
-    PlanFinished,
-    PostEnded,
-    PostInDoubt,
-)
+from kvflow.state.effects import CountAnomaly, PrefillEffect
+from kvflow.state.events import Chunk, DeliveryId
 from kvflow.state.prefill.deadlines import (
     DeliveryDeadline,
     DeliveryUnanswered,
@@ -30,7 +21,6 @@ from kvflow.state.prefill.deadlines import (
 from kvflow.state.prefill.delivery import Delivery, SendContext
 from kvflow.state.prefill.failed import FailedRooms
 from kvflow.state.prefill.peers import DecodePeer
-from kvflow.state.prefill.queue import PieceEnd
 from kvflow.state.prefill.room import Room
 from kvflow.state.prefill.unfenced import UnfencedDeliveries
 from kvflow.state.prefill.waiting import Announcement, Asked
@@ -214,7 +204,7 @@ class Rooms:
         """
         for delivery in self._deliveries_to(peer):
             for seq in delivery.posted:
-                self._release_credit(delivery.id, seq)
+                self._context.release_credit(delivery.id, seq)
         self.unfenced.peer_disconnected(peer)
 
     def is_fenced(self, peer: PeerId) -> bool:
@@ -225,95 +215,6 @@ class Rooms:
         """Return the deliveries to a decode rank in open rooms, and the unfenced ones."""
         found = [self.rooms[number].delivery_to(peer) for number in self._by_peer.keys_of(peer)]
         return [*(delivery for delivery in found if delivery is not None), *self.unfenced.deliveries_to(peer)]
-
-    # Reports from the stages -----------------------------------------------------------------------------------------
-
-    def taken(self, piece: Piece, now: float, *, is_posted: bool) -> list[PrefillEffect]:
-        """Note that a piece has left the queue: the caller posts it now, or plans it first.
-
-        Raises:
-            LocalProtocolError: The delivery of the piece is unknown.
-        """
-        room, delivery = self.find_delivery(piece.delivery)
-        if room is None or delivery is None:
-            raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)
-        return self.follow(room, delivery.taken(piece, is_posted=is_posted), now)
-
-    def data_ready(self, event: DataReady, now: float) -> list[PrefillEffect]:
-        """Queue pieces whose data is ready; fail the room if the device has failed."""
-        room, delivery = self.find_delivery(event.delivery)
-        if room is None or delivery is None or not delivery.awaits(event.wait):
-            return []
-        if event.failure is not None:
-            return self.fail(room, event.failure, now)
-        return delivery.data_ready(now)
-
-    def plan_finished(self, plan: PlanFinished, now: float) -> list[PrefillEffect]:
-        """Post a finished plan, unless its delivery has ended."""
-        room, delivery = self.find_delivery(plan.delivery)
-        effects: list[PrefillEffect] = [DropPlan(plan.delivery, plan.seq)]
-        if delivery is not None:
-            effects = delivery.plan_finished(plan)
-        for effect in effects:
-            match effect:
-                case DropPlan():
-                    self._context.queue.end_piece(plan.delivery, plan.seq, PieceEnd.DROPPED)
-                case PostPlan(notice=notice) if notice.staged is not None:
-                    self._context.slots.posted(plan.delivery, plan.seq, notice)
-                case PostPlan():
-                    self._context.queue.release_slots(plan.delivery, plan.seq)
-        return effects if room is None else self.follow(room, effects, now)
-
-    def piece_went_direct(self, event: PieceWentDirect) -> list[PrefillEffect]:
-        """Take back the slots of a piece that was written directly."""
-        self._context.slots.not_posted(event.delivery, event.seq)
-        self._context.queue.release_slots(event.delivery, event.seq)
-        delivery = self.find_delivery(event.delivery)[1]
-        if delivery is not None:
-            delivery.went_direct(event.seq)
-        return []
-
-    def plan_failed(self, event: PlanFailed, now: float) -> list[PrefillEffect]:
-        """Fail the room of a piece that cannot be planned."""
-        self._context.slots.not_posted(event.delivery, event.seq)
-        self._context.queue.end_piece(event.delivery, event.seq, PieceEnd.DROPPED)
-        room, delivery = self.find_delivery(event.delivery)
-        if room is None or delivery is None:
-            unfenced = self.unfenced.find(event.delivery)
-            if unfenced is None:
-                return []
-            unfenced.not_posted(event.seq)
-            return self.unfenced.settle(unfenced, unfenced.post_ended(event.seq, is_written=False))
-        delivery.not_posted(event.seq)
-        stopped = room.stop(Signal.FAILED, event.failure)
-        settled = delivery.post_ended(event.seq, is_written=False)
-        return self.follow(room, [*stopped, *settled], now)
-
-    def post_ended(self, event: PostEnded, now: float) -> list[PrefillEffect]:
-        """Note that a post has ended."""
-        self._context.queue.end_piece(event.delivery, event.seq, PieceEnd.ENDED)
-        self._context.slots.ended(event, now)
-        room, delivery = self.find_delivery(event.delivery)
-        if room is None or delivery is None:
-            unfenced = self.unfenced.find(event.delivery)
-            if unfenced is not None:
-                effects = unfenced.post_ended(event.seq, is_written=False, lingers=event.lingers)
-                return self.unfenced.settle(unfenced, effects)
-            return [CountAnomaly("end_of_unknown_post", event.delivery.peer, event.delivery.room)]
-        return self.follow(room, room.post_ended(delivery, event.seq, event.failure, lingers=event.lingers), now)
-
-    def post_in_doubt(self, event: PostInDoubt, now: float) -> list[PrefillEffect]:
-        """Note that the transport cannot tell whether a post has ended."""
-        self._release_credit(event.delivery, event.seq)  # it must not block others until it ends
-        room, delivery = self.find_delivery(event.delivery)
-        if room is None or delivery is None:
-            return [CountAnomaly("doubt_of_unknown_post", event.delivery.peer, event.delivery.room)]
-        return self.follow(room, room.post_in_doubt(delivery, event.failure), now)
-
-    def _release_credit(self, delivery: DeliveryId, seq: int) -> None:
-        if not self._context.queue.is_in_doubt(delivery, seq):
-            self._context.queue.end_piece(delivery, seq, PieceEnd.IN_DOUBT)
-            self._context.slots.in_doubt(delivery, seq)
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
