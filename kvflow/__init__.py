@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.logs import configure_logging
     from kvflow.options import ReceiveOptions, SendOptions
-    from kvflow.prefill import PrefillRank, RoomSender
+    from kvflow.prefill import PrefillRank
     from kvflow.quarantine import QuarantineRecord
     from kvflow.receiver import Handover, RoomReceiver
+    from kvflow.sender import RoomSender
     from kvflow.state.events.prefill import LayersReady
     from kvflow.state.quarantine import MissingProof, ProofKind
     from kvflow.state.tables import Memory, Outcome
@@ -153,7 +154,7 @@ _HOMES: Final = {
     "Registry": "kvflow.directory.server",
     "RemoteProtocolError": "kvflow.errors",
     "RoomReceiver": "kvflow.receiver",
-    "RoomSender": "kvflow.prefill",
+    "RoomSender": "kvflow.sender",
     "RouteError": "kvflow.errors",
     "SharedBackend": "kvflow.backends.shared",
     "Stage": "kvflow.errors",

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvflow.addresses import Endpoint
 from kvflow.geometry.ranges import TokenRange
-from kvflow.prefill import RoomSender
 from kvflow.receiver import RoomReceiver
 from kvflow.room import RoomId
+from kvflow.sender import RoomSender
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure, RankId
 from simulation.memory import Lease, Pool

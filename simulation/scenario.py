@@ -10,8 +10,8 @@ from typing import Any
 from kvflow.bounds import Bounds
 from kvflow.config import Timeouts
 from kvflow.errors import KvflowError
-from kvflow.prefill import RoomSender
 from kvflow.room import RoomId
+from kvflow.sender import RoomSender
 from kvflow.state.tables import Memory
 from kvflow.wire.messages import RankId
 from simulation.deployment import Deployment, StagingShape, watch_logs

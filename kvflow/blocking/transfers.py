@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from kvflow import prefill
 from kvflow.blocking.calls import with_arguments_of
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.ranges import TokenRange
 from kvflow.receive_checks import Wanted
 from kvflow.receiver import Handover, RoomReceiver
 from kvflow.room import RoomId
+from kvflow.sender import RoomSender
 from kvflow.stages.enqueue import finish_chunk, make_chunk
 from kvflow.state.events import Chunk
 from kvflow.state.tables import Memory, Outcome
@@ -184,7 +184,7 @@ class BlockingSender(BlockingTransfer):
         "_sender",
     )
 
-    def __init__(self, rank: "PrefillRank", sender: prefill.RoomSender) -> None:
+    def __init__(self, rank: "PrefillRank", sender: RoomSender) -> None:
         self._sender = sender
         self._chunks: deque[Chunk] = deque()
         self._is_feeding = False
@@ -215,7 +215,7 @@ class BlockingSender(BlockingTransfer):
         """Number of chunks queued in this object, because the rank's own queue is full."""
         return len(self._chunks)
 
-    @with_arguments_of(prefill.RoomSender.chunk)
+    @with_arguments_of(RoomSender.chunk)
     def chunk(self, *args: Any, **options: Any) -> None:
         """Send tokens, computed already or becoming ready with `ready` or `layers`; see `kvflow.RoomSender.chunk`.
 
@@ -227,7 +227,7 @@ class BlockingSender(BlockingTransfer):
         self._check_unfinished()
         self._put_chunk(make_chunk(self._sender.layout, *args, **options))
 
-    @with_arguments_of(prefill.RoomSender.finish)
+    @with_arguments_of(RoomSender.finish)
     def finish(self, *args: Any, metadata: bytes = b"", **options: Any) -> None:
         """Send the last tokens and the metadata; see `kvflow.RoomSender.finish`.
 

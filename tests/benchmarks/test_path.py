@@ -27,13 +27,13 @@ def test_what_is_entered_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["path", "--rounds=2", "--list", "--json"]) == 0
     ways = json.loads(capfd.readouterr().out)
     chunk, notice = ways["chunk to post"], ways["notice to done"]
-    assert chunk["list"][0].startswith("prefill.py")
+    assert chunk["list"][0].startswith("sender.py")
     assert chunk["list"][0].endswith(" chunk")
     assert chunk["list"][-1].startswith("backends/memory.py")
     assert chunk["list"][-1].endswith(" post")
     assert any(function.startswith("geometry/") for function in chunk["list"])
     assert any(function.startswith("decode.py") for function in notice["list"])
-    assert not any(function.startswith("prefill.py") for function in notice["list"])
+    assert not any(function.startswith("sender.py") for function in notice["list"])
     assert notice["turns"] > 0
     for way in (chunk, notice):
         whole, impure = way["all"], way["outside geometry and state"]

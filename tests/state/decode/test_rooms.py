@@ -22,7 +22,6 @@ from kvflow.state.effects import (
     WatchNotices,
 )
 from kvflow.state.peers import BUSY_LEASES
-from kvflow.wire import messages as wire
 from kvflow.wire.messages import (
     PARTS_PER_QUERY,
     Ack,
@@ -82,7 +81,7 @@ def test_an_answer_has_no_more_parts_than_an_honest_query_asks_for(
     core: DecodeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms, "PAGES_INLINE", 1)
-    monkeypatch.setattr(wire, "PAGES_PER_PART", 1)
+    monkeypatch.setattr("kvflow.wire.messages.rooms.PAGES_PER_PART", 1)
     pages = np.arange(2 * PARTS_PER_QUERY, dtype=WIRE_PAGES).tobytes()
     core(msgspec.structs.replace(request(), pages={"kv": pages}))
     core.connect(PREFILL)
