@@ -201,9 +201,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         self._gate = ListenerGate(self._listener.names_of)
         principal_of = self._gate.principal_of
         self._hellos = HelloChecks(self._context, settings, backend, agents, staging, principal_of)
-        self._reading = OrderedReading(
-            REQUESTS, self._context, principal_of, self._handle_request, self._reject, self._postpone
-        )
+        self._reading = OrderedReading(REQUESTS, self._context, principal_of, self._handle_request, self._reject)
         self._publish(backend.name)
         self._resources.callback(self._unregister)
 
@@ -297,8 +295,8 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             self._anomalies.carry_out(verdict)
         elif unread.kind in DIRECTORY_KINDS and self._directory is None:
             self._refuse_to_answer(connection, unread)
-        else:
-            self._reading.parse_message(connection, unread)
+        elif not self._reading.parse_message(connection, unread):
+            self._postpone(connection, unread)
 
     def _refuse_to_answer(self, connection: bytes, unread: Unread) -> None:
         """Drop a message for a registry, because none is here.

@@ -69,7 +69,6 @@ class OrderedReading(Generic[Read]):
         principal_of: Returns the principal of a connection.
         on_message: Called with a connection, its next message and the message's size in bytes.
         on_refused: Called with a connection, the reason why its next message is malformed, and its size.
-        on_postponed: Called with a connection and a message of it that is dropped, because too many are queued.
     """
 
     def __init__(
@@ -79,31 +78,33 @@ class OrderedReading(Generic[Read]):
         principal_of: Callable[[bytes], str],
         on_message: Callable[[bytes, Read, int], None],
         on_refused: Callable[[bytes, RemoteProtocolError, int], None],
-        on_postponed: Callable[[bytes, Unread], None],
     ) -> None:
         self._reader = reader
         self._context = context
         self._principal_of = principal_of
         self._on_message = on_message
         self._on_refused = on_refused
-        self._on_postponed = on_postponed
         self._lines: dict[str, QueuedMessages] = {}
 
-    def parse_message(self, connection: bytes, unread: Unread) -> None:
-        """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now."""
+    def parse_message(self, connection: bytes, unread: Unread) -> bool:
+        """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now.
+
+        Returns:
+            False if it is dropped, because too many are queued.
+        """
         if not self._lines and not unread.is_long:  # the common case
             self._read(connection, unread)
-            return
+            return True
         principal = self._principal_of(connection)
         line = self._lines.get(principal)
         if not unread.is_long and (line is None or not line.connections[connection]):
             self._read(connection, unread)
-            return
+            return True
         if line is None:
             line = self._lines[principal] = QueuedMessages()
             self._context.start_task(self._work_off, principal, line)
-        if not self._context.anomalies.carry_out(line.add_message(connection, unread), num_bytes=line.num_bytes):
-            self._on_postponed(connection, unread)
+        verdict = line.add_message(connection, unread)
+        return self._context.anomalies.carry_out(verdict, num_bytes=line.num_bytes)
 
     def _read(self, connection: bytes, unread: Unread) -> None:
         self._deliver(connection, unread, self._parse(unread))

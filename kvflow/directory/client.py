@@ -8,7 +8,6 @@ from typing import Final
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, Unreachable
 from kvflow.gate.rates import RECORDS_BYTES, Budgets
-from kvflow.gate.sizes import Unread
 from kvflow.observe.logs import BoundLogger
 from kvflow.ports import OnObstacle, ignore
 from kvflow.trust import ClientKeys
@@ -83,9 +82,7 @@ class RegistryClient:
         self._is_closed = False
         self._obstacle: str | None = None
         self._reader = ANSWERS if on_records is None else ANSWERS_AND_RECORDS
-        self._reading = OrderedReading(
-            self._reader, context, lambda _: "", self._handle_answer, self._reject, self._postpone
-        )
+        self._reading = OrderedReading(self._reader, context, lambda _: "", self._handle_answer, self._reject)
         self._budgets = Budgets()
         self._connection = context.ports.control.connect(
             endpoint,
@@ -164,17 +161,12 @@ class RegistryClient:
             self._count("message_rejected", str(error))
             return
         now = self._context.ports.now()
-        if unread.is_long and not self._budgets.spend(RECORDS_BYTES, "", now, len(unread.data)):
-            self._postpone(b"", unread)
-            return
-        self._reading.parse_message(b"", unread)
+        is_within = not unread.is_long or self._budgets.spend(RECORDS_BYTES, "", now, len(unread.data))
+        if not (is_within and self._reading.parse_message(b"", unread)):  # it is requested again
+            self._context.anomalies.postpone("records_over_budget", registry=self._endpoint, num_bytes=len(unread.data))
 
     def _reject(self, _connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
         self._count("message_rejected", str(error))
-
-    def _postpone(self, _connection: bytes, unread: Unread) -> None:
-        """Drop records that are over the budget. They are requested again."""
-        self._context.anomalies.postpone("records_over_budget", registry=self._endpoint, num_bytes=len(unread.data))
 
     def _handle_answer(self, _connection: bytes, message: Answer | Records, _num_bytes: int) -> None:
         if self._is_closed:

@@ -53,14 +53,7 @@ class Reader(Generic[Read]):
         """
         if len(frames) != 1:
             raise RemoteProtocolError("message must be one frame", frames=len(frames))
-        return self.look_at(frames[0])
-
-    def look_at(self, data: bytes) -> Unread:
-        """Determine the kind of a message without parsing it.
-
-        Raises:
-            RemoteProtocolError: As in `look`.
-        """
+        data = frames[0]
         if data[:4] != HEADER:
             raise _foreign(data)
         beginning = _beginning(data)
@@ -73,7 +66,7 @@ class Reader(Generic[Read]):
         return Unread(kind, data)
 
     def read(self, unread: Unread) -> Read:
-        """Parse a message returned by `look` or `look_at`.
+        """Parse a message returned by `identify_message`.
 
         Raises:
             RemoteProtocolError: The message is malformed.
@@ -88,7 +81,7 @@ class Reader(Generic[Read]):
         """Check and parse a ZMQ message.
 
         Raises:
-            RemoteProtocolError: As in `look` and `read`.
+            RemoteProtocolError: As in `identify_message` and `read`.
         """
         return self.read(self.identify_message(frames))
 
@@ -106,7 +99,7 @@ def decode(data: bytes) -> AnyMessage:
     Raises:
         RemoteProtocolError: As in `Reader`.
     """
-    return _everything.read(_everything.look_at(data))
+    return _everything.read_frames([data])
 
 
 def decode_frames(frames: Sequence[bytes]) -> AnyMessage:

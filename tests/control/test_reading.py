@@ -12,7 +12,7 @@ import pytest
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, ThreadShortage
 from kvflow.gate import queued
-from kvflow.gate.sizes import LONG_BYTES, Unread
+from kvflow.gate.sizes import LONG_BYTES
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.system import system_ports
@@ -57,12 +57,11 @@ class Ends:
         ports = replace(system_ports(), run_in_thread=run_in_thread)
         self.anomalies = AnomalyLog(get_logger(), ports.now)
         self.context = ReadingContext(ports, self.anomalies, start_task)
-        self.reading = OrderedReading(
-            KINDS, self.context, lambda one: one[:1].decode(), self._take, self._refuse, self._postpone
-        )
+        self.reading = OrderedReading(KINDS, self.context, lambda one: one[:1].decode(), self._take, self._refuse)
 
     def say(self, connection: bytes, data: bytes) -> None:
-        self.reading.parse_message(connection, KINDS.identify_message([data]))
+        if not self.reading.parse_message(connection, KINDS.identify_message([data])):
+            self.postponed.append(connection)
 
     def _take(self, connection: bytes, message: Ping | Notice, _num_bytes: int) -> None:
         self.told.append((connection, type(message).__name__))
@@ -70,9 +69,6 @@ class Ends:
     def _refuse(self, connection: bytes, error: RemoteProtocolError, _num_bytes: int) -> None:
         self.told.append((connection, error.message))
         raise RemoteProtocolError("break the connection")
-
-    def _postpone(self, connection: bytes, _unread: Unread) -> None:
-        self.postponed.append(connection)
 
 
 @asynccontextmanager
