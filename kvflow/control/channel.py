@@ -270,7 +270,7 @@ class ZmqListener:
                 raise ConfigError("listener cannot switch between plain transport and keys while it is open")
             return
         is_same = trust.keeps(self._trust)
-        self._trust = self._authenticator.trust = trust
+        self._trust = self._authenticator.gate.trust = trust
         if not is_same and not self._is_closed:
             self._loop.call_soon(self._open_anew)  # messages sent until then still leave
 

@@ -17,7 +17,8 @@ from zmq.utils import z85
 
 from kvflow.control.sockets import NOBLOCK, Context, Frames, Inbox, ZmqSocket, new_context, sockets
 from kvflow.errors import ConfigError
-from kvflow.trust import Trust, short
+from kvflow.gate.identity import KeyGate
+from kvflow.trust import Trust
 
 __all__ = ["ZapAuthenticator", "be_client", "be_server", "new_keys", "public_key_of"]
 
@@ -33,8 +34,6 @@ REFUSAL: Final = [b"400", b"", b"", b""]
 LISTENER_HANDSHAKE_MS: Final = 5_000
 """Handshake timeout of listeners. It is longer than that of dialers, which can thus distinguish a listener that refuses
 them from a busy one."""
-
-KEPT_OUT_S: Final = 1.0
 
 
 def new_keys() -> tuple[str, str]:
@@ -103,23 +102,23 @@ class ZapAuthenticator:
     reply gives each connection a unique one.
 
     Args:
-        trust: The accepted keys; the attribute may be replaced at any time.
+        trust: The accepted keys.
         on_refused: Called with the reason of each refusal.
 
     Attributes:
         context: Context for the listener's socket.
+        gate: Decides which keys may connect.
 
     Raises:
         zmq.ZMQError: This process has no file descriptors left.
     """
 
     def __init__(self, trust: Trust, on_refused: Callable[[str], None]) -> None:
-        self.trust = trust
+        self.gate = KeyGate(trust)
         self.context = _contexts.take_context()
         self._on_refused = on_refused
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._kept_out: dict[str, float] = {}
         self._numbers = itertools.count()
         self._socket = sockets.make(zmq.REP, self.context)
         try:
@@ -131,7 +130,7 @@ class ZapAuthenticator:
 
     def keep_out(self, key: str) -> None:
         """Refuse a key for the next second."""
-        self._kept_out[key] = self._loop.time() + KEPT_OUT_S
+        self.gate.lock_out(key, self._loop.time())
 
     def close(self) -> None:
         """Stop answering: no peer can connect any more. May be called twice."""
@@ -145,14 +144,10 @@ class ZapAuthenticator:
     def _answer(self, request: Frames) -> None:
         number = request[1] if len(request) > 1 else b""
         key = self._key(request)
-        if self._kept_out.get(key, 0.0) > self._loop.time():
+        answer = [b"200", b"", key.encode(), IDENTITY + struct.pack("!IQ", 8, next(self._numbers))]
+        if denied := self.gate.denial(key, self._loop.time()):
             answer = REFUSAL
-            self._on_refused(f"key {short(key)} is locked out for a second")
-        elif self.trust.knows(key):
-            answer = [b"200", b"", key.encode(), IDENTITY + struct.pack("!IQ", 8, next(self._numbers))]
-        else:
-            answer = REFUSAL
-            self._on_refused(f"key {short(key)} is not listed" if key else "handshake without a key")
+            self._on_refused(denied)
         self._socket.send_multipart([ZAP_VERSION, number, *answer], NOBLOCK)
 
     @staticmethod

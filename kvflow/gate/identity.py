@@ -9,14 +9,41 @@ from typing import Final
 
 from kvflow.addresses import split_address
 from kvflow.gate.capability import denial
-from kvflow.trust import Trust, speaks_for
+from kvflow.trust import Trust, short, speaks_for
 from kvflow.wire.messages import Announce, Decline, Grant, Hello, PeerId
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["AUTHORIZED", "host_denial", "message_denial", "name_denial", "ticket_denial"]
+__all__ = ["AUTHORIZED", "KeyGate", "host_denial", "message_denial", "name_denial", "ticket_denial"]
 
 AUTHORIZED: Final = (Hello, Grant, Announce, Decline)
 """Kinds of messages to a prefill rank that need a key or a capability."""
+
+LOCKED_OUT_S: Final = 1.0
+"""How long a key is refused after a connection with it was cut because of what it has sent, in seconds."""
+
+
+class KeyGate:
+    """Decides which keys may connect to a listener.
+
+    Args:
+        trust: The accepted keys; the attribute may be replaced at any time.
+    """
+
+    def __init__(self, trust: Trust) -> None:
+        self.trust = trust
+        self._locked_until: dict[str, float] = {}  # bounded by the keys that were accepted
+
+    def lock_out(self, key: str, now: float) -> None:
+        """Refuse a key for the next second."""
+        self._locked_until[key] = now + LOCKED_OUT_S
+
+    def denial(self, key: str, now: float) -> str:
+        """Return why a peer must not connect that owns a key; empty if it may."""
+        if self._locked_until.get(key, now) > now:
+            return f"key {short(key)} is locked out for a second"
+        if self.trust.knows(key):
+            return ""
+        return f"key {short(key)} is not listed" if key else "handshake without a key"
 
 
 def message_denial(

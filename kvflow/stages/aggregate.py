@@ -57,7 +57,7 @@ class Aggregate:
             self._context.anomalies.count("post_on_decode_rank")
             return
         try:
-            notice = NOTICES.read_frames([event.payload])
+            notice = NOTICES.read(NOTICES.identify_message([event.payload]))
         except RemoteProtocolError as error:
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
         else:

@@ -5,10 +5,11 @@ import pytest
 from kvflow.config import DecodeConfig
 from kvflow.control.curve import new_keys
 from kvflow.errors import ConfigError
-from kvflow.gate.identity import host_denial, ticket_denial
+from kvflow.gate.identity import KeyGate, host_denial, ticket_denial
 from kvflow.trust import Trust
 from kvflow.wire.messages import PeerId, RankId
 from kvflow.wire.ticket import Ticket
+from tests.support.trusts import new_trust, trusting
 
 TICKET = Ticket(7, "tcp://10.0.0.1:7000", PeerId(RankId("prefill-0", 0), 1), "model")
 KEY, STRANGERS_KEY = b"k" * 32, b"s" * 32
@@ -54,3 +55,14 @@ def test_signed_tickets_are_required_where_keys_are_used_unless_the_setting_says
     assert not DecodeConfig(instance="decode").needs_signed_tickets
     with pytest.raises(ConfigError, match="needs a ticket key"):
         DecodeConfig(instance="decode", signed_tickets=True)
+
+
+def test_a_key_that_was_locked_out_may_connect_after_a_second() -> None:
+    own, other, third = new_trust(), new_trust(), new_trust()
+    gate = KeyGate(trusting(own, client=other))
+    assert gate.denial(other.public, 0.0) == ""
+    gate.lock_out(other.public, 5.0)
+    assert "locked out" in gate.denial(other.public, 5.9)
+    assert gate.denial(other.public, 6.0) == ""
+    assert "not listed" in gate.denial(third.public, 0.0)
+    assert gate.denial("", 0.0) == "handshake without a key"
