@@ -145,7 +145,7 @@ class Room:
         return effects
 
     def quiesce(self) -> None:
-        """Drop pieces that wait in the queue, and chunks that are kept for later grants."""
+        """Drop pieces that wait in the queue, and chunks that are kept for later grants, once nothing reads them."""
         if not self.state.is_pending or self.feed in QUIESCING:
             return
         forgotten = [at for delivery in self.deliveries.values() if (at := delivery.roll_back()) is not None]
@@ -155,7 +155,6 @@ class Room:
         if self._chunks:
             first, last = self._chunks[0].tokens[0], self._chunks[-1].tokens[1]
             self._resume_at = min(forgotten, default=last) if self.has_all_grants else first
-        self._chunks.clear()
         self._feed_on(FeedSignal.ROLLED_BACK)
 
     def _report_quiesced(self) -> list[PrefillEffect]:
@@ -166,6 +165,7 @@ class Room:
         if self.is_finished:
             return [ReportQuiesced(self.room, None)]
         self.footprint = NO_MEMORY
+        self._chunks.clear()
         return [ReportQuiesced(self.room, self._resume_at or 0)]
 
     def announce(self, peer: PeerId, announcement: Announcement) -> None:
@@ -192,7 +192,8 @@ class Room:
         granted: list[PrefillEffect] = []
         if self.has_all_grants:
             granted = [ReportGranted(self.room, self._wanted())]
-        return [*granted, *self._feed(delivery, self._chunks, now)]
+        kept = self._chunks if self.feed is not FeedState.QUIESCING else ()
+        return [*granted, *self._feed(delivery, kept, now)]
 
     def post_ended(
         self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False

@@ -1,5 +1,6 @@
 """An engine takes its pages back in the middle of a room, and resumes later; what was not posted is sent again."""
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -7,6 +8,7 @@ from kvflow.bounds import Bounds
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import LocalProtocolError
 from kvflow.geometry.layout import Component
+from kvflow.geometry.pages import WIRE_PAGES, TokenPages, build_page_table
 from kvflow.geometry.ranges import TokenShard
 from kvflow.geometry.split import SplitPolicy
 from kvflow.state import events as ev
@@ -260,7 +262,8 @@ def test_a_piece_that_was_planned_directly_is_not_overtaken_by_forgotten_ones() 
 
 def test_a_post_that_does_not_end_fails_the_room_and_its_pages_go_to_quarantine() -> None:
     core = granted()
-    core(chunk(0, 4, footprint=Footprint(2, 16)))
+    table = build_page_table(layout().components[0], TokenPages((0, 4), [5, 3]))
+    core(ev.ChunkOffered(ROOM, Chunk((0, 4), {"kv": (0, 4)}, {"kv": table}), Footprint(2, 16)))
     core(ASKED)
     assert reports(core.pass_time(3)) == []
     effects = core.pass_time(2)
@@ -270,6 +273,21 @@ def test_a_post_that_does_not_end_fails_the_room_and_its_pages_go_to_quarantine(
     assert "still need their pages" in failed.failure.detail
     assert reports(core.pass_time(5)) == [("failed", "quarantined")]
     assert core.core.quarantine.total == Footprint(2, 16)
+    assert np.frombuffer(core.core.pages_of(ROOM)["kv"], WIRE_PAGES).tolist() == [3, 5]
+
+
+def test_a_grant_that_comes_meanwhile_gets_what_is_sent_again() -> None:
+    core = PrefillDriver(TIMEOUTS)
+    core.connect()
+    core.connect(OTHER_DECODE)
+    core(ev.SendOpened(ROOM))
+    core.hear(DECODE, grant(num_decode_ranks=2))
+    core(chunk(0, 4))
+    core(ASKED)
+    assert pieces(core.hear(OTHER_DECODE, grant(num_decode_ranks=2))) == []
+    assert quiesced(end(core, 0)) == [0]
+    again = pieces(core(chunk(0, 8, last=True)))
+    assert [(piece.delivery.peer, piece.ranges["kv"]) for piece in again] == [(DECODE, (4, 8)), (OTHER_DECODE, (0, 8))]
 
 
 def test_pages_that_were_given_back_are_in_no_quarantine_later() -> None:
