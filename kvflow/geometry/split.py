@@ -62,8 +62,8 @@ class SplitPolicy(NamedTuple):
 
         Args:
             num_bytes: Bytes that the chunk takes.
-            num_runs: Counts the runs of pages that are consecutive on both sides; infinite if unknown. Called only if
-                the answer depends on it.
+            num_runs: Counts the runs of pages that are consecutive on both sides. Called only if the answer depends on
+                it.
         """
         if self.direct is None:
             return self

@@ -364,7 +364,10 @@ class Room:
             return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
         before = (self.state.outcome, self.state.memory)
         if not self.is_verifying and not self.tally.num_scattering:  # else this rank accesses the pages
-            self._conclude()
+            if self.granted and self.tally.num_complete == len(self.ranks):
+                self.state.apply(Signal.COMPLETED)
+            elif not self.state.is_pending and self.tally.num_quiet == len(self.ranks):
+                self.state.apply(Signal.QUIET)
         if extra is not None:
             self.state.apply(extra)
         after = (self.state.outcome, self.state.memory)
@@ -379,12 +382,6 @@ class Room:
         if self.is_scattering:  # the bytes must not change while they are compared
             return False
         return bool(self.ranks) and self.tally.num_complete == len(self.ranks)
-
-    def _conclude(self) -> None:
-        if self.granted and self.tally.num_complete == len(self.ranks):
-            self.state.apply(Signal.COMPLETED)
-        elif not self.state.is_pending and self.tally.num_quiet == len(self.ranks):
-            self.state.apply(Signal.QUIET)
 
     def _acks(self) -> list[DecodeEffect]:
         ack = Ack(room=self.room, generation=self.generation)
