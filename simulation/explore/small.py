@@ -19,6 +19,11 @@ from simulation.explore.world import PromiseBroken, World
 
 __all__ = ["SmallWorld", "Step"]
 
+UNORDERED: Final = {
+    *("channels", "connected", "landed", "openings", "promised", "received", "sent", "served", "staged", "wanted")
+}
+"""Tables of a world in which the order of the entries makes no difference."""
+
 EPILOGUE_S: Final = 1_000_000.0
 EPILOGUE_STEPS: Final = 20_000
 
@@ -66,13 +71,14 @@ class SmallWorld(World):
         cores = [core for core in (*self.prefill, *self.decode) if core is not None]
         due = [sorted(core.timers._due.values(), key=lambda entry: entry[:2]) for core in cores]
         timers = [[(when, key) for when, _, key in entries] for entries in due]
+        unordered = {name: sorted(table.items()) for name, table in self.__dict__.items() if name in UNORDERED}
         held = []
         for core in (*self.prefill, *self.decode):
             if core is not None:
                 held.append((core, core.timers))
                 core.timers = None  # type: ignore[assignment] # covered by `timers`, regardless of insertion order
         try:
-            return fingerprint([self.__dict__ | {"_timers": timers, "_prefill_settings": None}])
+            return fingerprint([self.__dict__ | unordered | {"_timers": timers, "_prefill_settings": None}])
         finally:
             for core, kept in held:
                 core.timers = kept

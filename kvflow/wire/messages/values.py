@@ -12,10 +12,8 @@ from kvflow.room import MAX_ROOM, MAX_ROOM_BYTES
 __all__ = [
     "DEFAULT_MAX_PAGES",
     "MAX_CAPABILITY",
-    "MAX_DETAIL",
     "MAX_DOMAIN_BYTES",
     "MAX_ENDS",
-    "MAX_METADATA_OF_TRANSPORT",
     "MAX_RANKS_TOLD",
     "OLDEST_VERSION",
     "PAGES_INLINE",
@@ -23,22 +21,11 @@ __all__ = [
     "PAGE_BYTES",
     "PARTS_PER_QUERY",
     "PROTOCOL_VERSION",
-    "AgentName",
     "Capability",
-    "Count",
     "Failure",
-    "InstanceName",
-    "Lease",
-    "LookupNumber",
-    "LookupTime",
     "Message",
-    "Number",
     "PeerId",
-    "Position",
-    "Priority",
     "RankId",
-    "Seconds",
-    "WireRoom",
 ]
 
 
