@@ -17,6 +17,9 @@ __all__ = ["MAX_AGENTS", "NativeAgents"]
 MAX_AGENTS: Final = 4
 """Limit on agents. Several exist so that posts over former endpoints to a peer can end; all stay until `close`."""
 
+Row = tuple[int, int, int, str]
+"""Memory in NIXL's terms: address, length, device, and a text that is not used."""
+
 
 class NativeAgents:
     """The first agent, which peers write to, and further agents that only write, with the same memory.
@@ -34,7 +37,7 @@ class NativeAgents:
     def __init__(self, api: Any, name: str, plugin: str, plugin_options: dict[str, str]) -> None:
         self._name = name
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
-        self._rows: dict[MemoryKind, list[tuple[int, int, int, str]]] = {}
+        self._rows: dict[MemoryKind, list[Row]] = {}
         self._registered: list[tuple[Any, Any]] = []
         self._agents: list[Any] = []
         self._epolls: list[tuple[int, ...]] = []
@@ -137,17 +140,42 @@ class NativeAgents:
         for fd in self._epolls.pop():
             os.close(fd)
 
-    def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[tuple[int, int, int, str]]]) -> None:
+    def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[Row]]) -> None:
         for kind, rows in rows_by_kind.items():
             try:
-                registered = agent.register_memory(rows, kind)
-            except Exception as error:
-                raise RegistrationError(
-                    "NIXL refused to register memory", memory_kind=kind, ranges=len(rows), detail=error_text(error)
-                ) from error
-            if registered is None:  # how NIXL reports invalid arguments
-                raise RegistrationError("NIXL did not accept the memory ranges", ranges=rows[:4])
-            self._registered.append((agent, registered))
+                self._registered.append((agent, _register(agent, rows, kind)))
+            except RegistrationError as error:
+                raise _explain(agent, rows, kind, error) from error
+
+
+def _register(agent: Any, rows: list[Row], kind: MemoryKind) -> Any:
+    """Register memory, and return NIXL's handle.
+
+    Raises:
+        RegistrationError: NIXL refused.
+    """
+    try:
+        registered = agent.register_memory(rows, kind)
+    except Exception as error:
+        raise RegistrationError("NIXL refused to register memory", detail=error_text(error)) from error
+    if registered is None:  # how NIXL reports invalid arguments
+        raise RegistrationError("NIXL did not accept the memory ranges", detail="invalid arguments")
+    return registered
+
+
+def _explain(agent: Any, rows: list[Row], kind: MemoryKind, error: RegistrationError) -> RegistrationError:
+    """Name the range that is refused alone, or say that all of them together are too much."""
+    which: dict[str, object] = {"hint": "each range alone is accepted; all together may exceed what can be pinned"}
+    for address, length, device, text in rows:
+        try:
+            alone = _register(agent, [(address, length, device, text)], kind)
+        except RegistrationError:
+            which = {"address": hex(address), "length": length, "device_id": device}
+            break
+        agent.deregister_memory(alone)
+    num_bytes = sum(length for _, length, _, _ in rows)
+    facts = {"memory_kind": kind, "ranges": len(rows), "num_bytes": num_bytes, **which, **error.values}
+    return RegistrationError(error.message, **facts)
 
 
 def _start(api: Any, name: str, *, plugin: str, plugin_options: dict[str, str]) -> Any:
