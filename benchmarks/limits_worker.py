@@ -22,7 +22,7 @@ from kvflow.control.sockets import NOBLOCK, Inbox, sockets
 from kvflow.geometry import KVLayout
 from kvflow.geometry.routes import compile_routes
 from kvflow.stages.context import agent_name
-from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
     OLDEST_VERSION,
     PAGE_BYTES,
@@ -138,7 +138,7 @@ class StandIn:
         return True
 
     def _take(self, frames: Sequence[bytes]) -> None:
-        match decode_frames(frames):
+        match decode(*frames):
             case Welcome() if self._answered(Hello):
                 grant = Grant(
                     room=self._room,

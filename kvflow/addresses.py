@@ -13,7 +13,6 @@ from kvflow.trust import Trust
 __all__ = [
     "SCHEME",
     "Endpoint",
-    "check_address",
     "check_bind",
     "check_endpoint",
     "check_host",
@@ -62,15 +61,6 @@ def join_address(host: str, port: int) -> str:
     """Return `tcp://host:port`, with an IPv6 address in brackets."""
     is_bare = ":" in host and not host.startswith("[")
     return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
-
-
-def check_address(setting: str, address: object) -> None:
-    """Check that an address has the form `tcp://host:port`.
-
-    Raises:
-        ConfigError: It does not; the error names the setting.
-    """
-    split_address(setting, address)
 
 
 def check_endpoint(setting: str, address: object) -> None:

@@ -25,7 +25,6 @@ __all__ = [
     "TrustedKey",
     "is_key",
     "matches_instance",
-    "principal_of",
     "short",
     "speaks_for",
 ]
@@ -229,11 +228,6 @@ def _distinct(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 PLAIN: Final = Trust.none()
-
-
-def principal_of(names: tuple[str, ...]) -> str | None:
-    """Return a string that identifies a principal, given the instance names it may use; None without keys."""
-    return None if names == (ANY,) else "\n".join(names)
 
 
 def speaks_for(names: tuple[str, ...], instance: str) -> bool:

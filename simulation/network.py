@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvflow.addresses import check_address
+from kvflow.addresses import split_address
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -223,7 +223,7 @@ class Network:
         self, process: Process, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
     ) -> SimulatedListener:
         """Bind a socket for a process; arguments as in the port."""
-        check_address("bind", bind)
+        split_address("bind", bind)
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         if port == "0":
             self._next_port += 1
@@ -246,7 +246,7 @@ class Network:
         on_lost: Callable[[], None],
     ) -> Dialer:
         """Open a connection for a process; arguments as in the port."""
-        check_address("endpoint", endpoint)
+        split_address("endpoint", endpoint)
         if self._is_drawn(self._world.faults.connect_fails):
             self._world.count("no sockets left")
             raise Shortage("this process has no sockets left", endpoint=endpoint)

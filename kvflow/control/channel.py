@@ -302,7 +302,7 @@ class ZmqListener:
         name = name_in(frames[0]) or routing_id
         if self._authenticator is not None:
             name = self._trust.principal(str(frames[0].get("User-Id"))).encode() + name
-        if self._intake.fd in self._intake.unread:
+        if self._intake.fd in self._intake.unread.num_read:
             self._routes.note(name, LatestConnection(routing_id, self._intake.fd))
         return [name, *parts]
 

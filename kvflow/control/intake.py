@@ -1,9 +1,8 @@
 """Reads messages from sockets, counts what is sent, and closes connections that the gate cuts (`kvflow.gate`).
 
 Receive queues have no limit, because libzmq 4.3.5 aborts the process when a connection with a full queue breaks. A
-multipart message has no limit either: libzmq buffers its parts until the last one. So this module compares the bytes
-that it has read from each connection with the bytes that the kernel has received (`control/tcp`). Without the kernel's
-counters nothing is detected.
+multipart message has no limit either: libzmq buffers its parts until the last one. So the gate compares the bytes read
+from each connection with those that the kernel has received (`control/tcp`). Without its counters nothing is detected.
 
 Dialers send heartbeats, so a live connection to a listener is never silent for long. The kernel measures the silence,
 because libzmq 4.3.5 measures it only after a heartbeat, and stops when a message arrives.
@@ -49,9 +48,8 @@ SRCFD: Final = int(zmq.SRCFD)
 class Intake:
     """Reads the single-part messages of a socket, and watches its connections.
 
-    A connection is closed, and its unread messages are dropped, if it exceeds the limits of unread bytes at two checks
-    in a row, or sends a multipart message. What is left of a connection that has ended counts as well, and is dropped
-    first. A listener also closes silent connections. Nothing is checked while the event loop is blocked.
+    A connection is closed, and its unread messages are dropped, if the gate cuts it, or it sends a multipart message.
+    Nothing is checked while the event loop is blocked.
 
     Messages are attributed to connections by routing id, because descriptors are reused while messages wait.
 
@@ -160,7 +158,7 @@ class Intake:
         While that is in doubt, both count as the connection, so that the one that exists is answered.
         """
         owner = self._owners.get(fd)
-        if (owner is None or fd in self._doubtful) and fd in self.unread and name not in self.unread.ended:
+        if (owner is None or fd in self._doubtful) and fd in self.unread.num_read and name not in self.unread.ended:
             owner = self._owners[fd] = name
         return fd if owner == name else -1
 
@@ -170,7 +168,7 @@ class Intake:
         for part in parts:
             num_bytes += self._tcp.bytes_on_wire(len(part))
         self.num_bytes += num_bytes
-        if self.fd in self.unread:
+        if self.fd in self.unread.num_read:
             self.unread.note_read(self.fd, num_bytes)
             if self._loop.time() >= self._look_at:
                 self._look_at_some()
@@ -189,7 +187,7 @@ class Intake:
     def may_send(self, fd: int) -> bool:
         """Return whether another message may be sent over a connection. Closes those whose peers do not read."""
         self._carry_out(self._unsent.excessive(fd))
-        return fd in self._unsent
+        return fd in self._unsent.waiting
 
     def note_sent(self, fd: int, length: int) -> None:
         """Record that a message of `length` bytes was queued for a connection."""
@@ -202,7 +200,7 @@ class Intake:
             How many bytes of it are unread, as far as known.
         """
         name = self._owners.pop(fd, None)
-        if fd in self.unread and name is None:
+        if fd in self.unread.num_read and name is None:
             self._doubtful.add(fd)
         left = self.unread.forget(fd)
         self._unsent.forget(fd)
@@ -212,7 +210,7 @@ class Intake:
 
     def cut(self, fd: int, why: str) -> None:
         """Close a connection, and drop its unread messages."""
-        if fd in self.unread and self._tcp.shut(fd):
+        if fd in self.unread.num_read and self._tcp.shut(fd):
             name = self._owners.get(fd)
             if name is None:
                 self._nameless.add(fd)
@@ -228,7 +226,7 @@ class Intake:
 
     def cut_sender(self, why: str) -> None:
         """Close the connection of the latest message, and drop its unread messages. It may have ended."""
-        if self.fd in self.unread:
+        if self.fd in self.unread.num_read:
             self.cut(self.fd, why)
         elif self._name not in self._broken:
             self._break(self._name, why)
@@ -245,16 +243,16 @@ class Intake:
         """Stop watching all connections."""
         if self._timer is not None:
             self._timer.cancel()
-        for fd in self.unread.fds():
+        for fd in list(self.unread.num_read):
             self.unread.forget(fd)
 
     def _check(self) -> None:
-        self._check_some(self.unread.fds())
+        self._check_some(list(self.unread.num_read))
 
     def _check_some(self, fds: list[int]) -> None:
         """Look at some connections, and at the others in later turns; then close those over their limits."""
         for fd in fds[:LOOKED_AT_ONCE]:
-            if fd in self.unread:
+            if fd in self.unread.num_read:
                 self.unread.allow_commands(fd)
                 if self._note_unread(fd):
                     self._tcp.shut(fd)  # libzmq then reports its end
@@ -265,17 +263,17 @@ class Intake:
 
     def _close_excessive(self) -> None:
         self._carry_out(self.unread.excessive())
-        is_needed = self.unread.fds() or self.unread.ended
+        is_needed = self.unread.num_read or self.unread.ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
 
     def _look_at_some(self) -> None:
         """Look at the connections whose turn it is, and note when the next ones have theirs."""
         start = self._loop.time()
         if not self._next_fds:
-            self._next_fds = self.unread.fds()
+            self._next_fds = list(self.unread.num_read)
         now, self._next_fds = self._next_fds[:LOOKED_AT_ONCE], self._next_fds[LOOKED_AT_ONCE:]
         for fd in now:
-            if fd in self.unread:
+            if fd in self.unread.num_read:
                 self._note_unread(fd)
         end = self._loop.time()
         self._look_at = end + max(LOOK_S, LOOK_SHARE * (end - start))

@@ -10,8 +10,8 @@ from msgspec import structs
 from kvflow.aio.alarm import Alarm
 from kvflow.directory.table import Answer, RegistryTable
 from kvflow.errors import RemoteProtocolError, Unreachable
+from kvflow.gate.identity import REGISTRY, registration_denial
 from kvflow.gate.rates import ListenerGate
-from kvflow.gate.registration import REGISTRY, registration_denial
 from kvflow.gate.sizes import MAX_RECORDS_BYTES
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener

@@ -23,7 +23,7 @@ from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.room import RoomId
 from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
 
-__all__ = ["AdmittedGrant", "GrantGate", "GrantId"]
+__all__ = ["GrantGate", "GrantId"]
 
 PARTS_OF_ONE: Final = 8
 """Maximum number of parts of one decode rank that are on their way, each of up to 256 KiB."""
@@ -47,18 +47,6 @@ class GrantId(NamedTuple):
     peer: PeerId
     room: RoomId
     generation: int
-
-
-class AdmittedGrant(NamedTuple):
-    """A grant whose pages have all arrived.
-
-    Attributes:
-        connection: Connection over which its Grant arrived last.
-        grant: The grant, with its pages, and with the time that is left.
-    """
-
-    connection: bytes
-    grant: Grant
 
 
 class _Incoming:
@@ -132,11 +120,11 @@ class _Incoming:
         """Whether all parts have arrived."""
         return not self.missing and self.next_part == len(self.parts)
 
-    def admitted(self, now: float) -> AdmittedGrant:
-        """Return the grant with its pages, and with the time that is left of it."""
+    def admitted(self, now: float) -> tuple[bytes, Grant]:
+        """Return the connection, and the grant with its pages and the time that is left of it."""
         timeout_s = max(self.grant.timeout_s - (now - self.arrived_at), MIN_TIMEOUT_S)
         pages = cast("dict[str, bytes]", self._pages)  # not copied: they may be large
-        return AdmittedGrant(self.connection, replace(self.grant, pages=pages, num_pages={}, timeout_s=timeout_s))
+        return self.connection, replace(self.grant, pages=pages, num_pages={}, timeout_s=timeout_s)
 
 
 class GrantGate:
@@ -217,8 +205,8 @@ class GrantGate:
         self._queue(grant_id, incoming)
         return True
 
-    def store_part(self, grant_id: GrantId, part: GrantedPages, now: float) -> AdmittedGrant | None:
-        """Store a part of the pages of a grant; return the grant if nothing is missing any more.
+    def store_part(self, grant_id: GrantId, part: GrantedPages, now: float) -> tuple[bytes, Grant] | None:
+        """Store a part of the pages of a grant; return its connection and the grant if nothing is missing any more.
 
         Raises:
             RemoteProtocolError: The part was not asked for, or has the wrong size.

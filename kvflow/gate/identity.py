@@ -10,13 +10,35 @@ from typing import Final
 from kvflow.addresses import split_address
 from kvflow.gate.capability import denial
 from kvflow.trust import Trust, short, speaks_for
-from kvflow.wire.messages import Announce, Decline, Grant, Hello, PeerId
+from kvflow.wire.messages import (
+    Announce,
+    Decline,
+    Grant,
+    Hello,
+    PeerId,
+    RankId,
+    Refuse,
+    RegistrationConflict,
+    SealedRecord,
+)
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["AUTHORIZED", "KeyGate", "host_denial", "message_denial", "name_denial", "ticket_denial"]
+__all__ = [
+    "AUTHORIZED",
+    "REGISTRY",
+    "KeyGate",
+    "host_denial",
+    "message_denial",
+    "name_denial",
+    "registration_denial",
+    "ticket_denial",
+]
 
 AUTHORIZED: Final = (Hello, Grant, Announce, Decline)
 """Kinds of messages to a prefill rank that need a key or a capability."""
+
+REGISTRY: Final = PeerId(RankId("registry", 0), 0)
+"""The sender of Refuse messages from a registry, which is not a rank."""
 
 LOCKED_OUT_S: Final = 1.0
 """How long a key is refused after a connection with it was cut because of what it has sent, in seconds."""
@@ -84,6 +106,33 @@ def name_denial(names: tuple[str, ...], peer: PeerId) -> str:
     if speaks_for(names, peer.rank.instance):
         return ""
     return f"its key is listed for {', '.join(names) or 'nobody'}, not for {peer.rank.instance}"
+
+
+def registration_denial(
+    names: tuple[str, ...], peer: PeerId, num_ranks: int | None, own: SealedRecord | None
+) -> tuple[Refuse | RegistrationConflict, str] | None:
+    """Return what the sender is told, and why, if a rank must not be registered or unregistered; None if it may be.
+
+    Args:
+        names: The instances that the sender may act for.
+        peer: The rank.
+        num_ranks: Number of ranks of its instance that it registers with; None if it is unregistered.
+        own: Record of the rank that hosts the directory, which belongs to its instance only; None for a registry.
+    """
+    rank = peer.rank
+    if not speaks_for(names, rank.instance):
+        answerer = REGISTRY if own is None else own.peer
+        refused = Refuse(peer=answerer, to=peer, detail=f"your key is not listed for {rank.instance}")
+        return refused, "key is not listed for this instance"
+    if own is None or num_ranks is None:
+        return None
+    if rank == own.peer.rank:
+        conflict = RegistrationConflict(peer=peer, other=own.peer, other_endpoint=own.endpoint, refused=True)
+        return conflict, "another process registers under the name of this rank"
+    if (rank.instance, num_ranks) != (own.peer.rank.instance, own.num_ranks):
+        detail = f"this is {own.peer.rank} of {own.num_ranks} ranks, which is the registry of its own instance only"
+        return Refuse(peer=own.peer, to=peer, detail=detail), "rank of a different instance registers"
+    return None
 
 
 def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:

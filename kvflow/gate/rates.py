@@ -7,7 +7,7 @@ from typing import Final
 
 from kvflow.gate.sizes import Unread
 from kvflow.gate.verdict import ACCEPTED, Action, Verdict
-from kvflow.trust import principal_of
+from kvflow.trust import ANY
 from kvflow.wire.messages import Decline, Hello, SealedRegister
 
 __all__ = ["RECORDS_BYTES", "Budget", "Budgets", "ListenerGate"]
@@ -92,8 +92,9 @@ class ListenerGate:
         self._budgets = Budgets()
 
     def principal_of(self, connection: bytes) -> str:
-        """Return the principal of a connection; empty without keys."""
-        return principal_of(self._names_of(connection)) or ""
+        """Return what identifies the principal of a connection; empty without keys."""
+        names = self._names_of(connection)
+        return "" if names == (ANY,) else "\n".join(names)
 
     def admit(self, connection: bytes, unread: Unread, now: float, *, is_known: bool) -> Verdict:
         """Decide whether a message is parsed.

@@ -57,6 +57,7 @@ class UnreadBytes:
         is_listener: Whether the connections are to a listener, or one that this process has opened.
 
     Attributes:
+        num_read: Bytes read from each connection that exists, by descriptor.
         ended: What is left of connections that have ended, as far as known, by routing id.
     """
 
@@ -64,29 +65,22 @@ class UnreadBytes:
         self._is_listener = is_listener
         self._most = MAX_WAITING_BYTES if is_listener else MAX_ANSWERS_BYTES
         self._most_in_all = MAX_WAITING_IN_ALL_BYTES if is_listener else MAX_ANSWERS_BYTES
-        self._read: dict[int, int] = {}
+        self.num_read: dict[int, int] = {}
         self._left: dict[int, int] = {}
         self._unheard: set[int] = set()
         self._suspects: set[int | bytes] = set()
         self.ended: dict[bytes, int] = {}
 
-    def __contains__(self, fd: int) -> bool:
-        return fd in self._read
-
-    def fds(self) -> list[int]:
-        """Return the connections that exist."""
-        return list(self._read)
-
     def watch(self, fd: int) -> None:
         """Start counting for a new connection."""
-        self._read[fd] = self._left[fd] = 0
+        self.num_read[fd] = self._left[fd] = 0
         self._unheard.add(fd)
 
     def forget(self, fd: int) -> int:
         """Stop counting for a connection; return how many bytes of it are unread, as far as known."""
         self._unheard.discard(fd)
         self._suspects.discard(fd)
-        self._read.pop(fd, None)
+        self.num_read.pop(fd, None)
         return self._left.pop(fd, 0)
 
     def is_unheard(self, fd: int) -> bool:
@@ -100,25 +94,25 @@ class UnreadBytes:
     def note_read(self, fd: int, num_bytes: int) -> None:
         """Note that a message of a connection was read."""
         self._unheard.discard(fd)
-        self._read[fd] += num_bytes
+        self.num_read[fd] += num_bytes
 
     def note_received(self, fd: int, num_bytes: int, silence_ms: int) -> bool:
-        """Note how many bytes of a connection the kernel has received.
+        """Note how many bytes of a connection the kernel has received, which may include heartbeats.
 
         Returns:
             Whether the connection has been silent for too long, given the time since it received data.
         """
-        self._read[fd] = min(self._read[fd], num_bytes)
-        self._left[fd] = num_bytes - self._read[fd]
+        self.num_read[fd] = min(self.num_read[fd], num_bytes)
+        self._left[fd] = num_bytes - self.num_read[fd]
         return self._is_listener and silence_ms > MAX_SILENCE_MS and fd not in self._unheard
 
     def allow_commands(self, fd: int) -> None:
         """Allow for heartbeats, which are received but not read, since the last check."""
-        self._read[fd] += COMMAND_BYTES
+        self.num_read[fd] += COMMAND_BYTES
 
     def excessive(self) -> list[Cut]:
         """Return what is over the limits now and was at the last check."""
-        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self._read if self._left[fd]} | self.ended
+        waiting: dict[int | bytes, int] = {fd: self._left[fd] for fd in self.num_read if self._left[fd]} | self.ended
         in_all = sum(waiting.values())
         suspects: dict[int | bytes, None] = {}
         for one in sorted(waiting, key=lambda one: (one in self.ended, waiting[one]), reverse=True):

@@ -27,24 +27,24 @@ class UnsentBytes:
     Args:
         acked_of: Returns how many bytes the peer of a connection has acknowledged, given its descriptor; None if that
             is unknown, in which case all are.
+
+    Attributes:
+        waiting: Unsent bytes of each connection, by descriptor, as far as known.
     """
 
     def __init__(self, acked_of: Callable[[int], int | None]) -> None:
         self._acked_of = acked_of
         self._sent: dict[int, int] = {}
-        self._waiting: dict[int, int] = {}
+        self.waiting: dict[int, int] = {}
         self._in_all = 0
-
-    def __contains__(self, fd: int) -> bool:
-        return fd in self._waiting
 
     def excessive(self, fd: int) -> list[Cut]:
         """Return the connections to close before another message is sent over one, and forget them."""
         cuts: list[Cut] = []
-        if self._waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._measure(fd) > MAX_UNSENT_BYTES:
+        if self.waiting.get(fd, 0) > MAX_UNSENT_BYTES and self._measure(fd) > MAX_UNSENT_BYTES:
             cuts.append(self._cut(fd))
         if self._in_all > MAX_UNSENT_IN_ALL_BYTES:
-            for one in sorted(self._waiting, key=self._measure, reverse=True):
+            for one in sorted(self.waiting, key=self._measure, reverse=True):
                 if self._in_all <= MAX_UNSENT_IN_ALL_BYTES // 2:
                     break
                 cuts.append(self._cut(one))
@@ -53,17 +53,17 @@ class UnsentBytes:
     def note_sent(self, fd: int, num_bytes: int) -> None:
         """Note that a message was queued, which takes `num_bytes` on the wire."""
         self._sent[fd] += num_bytes
-        self._waiting[fd] += num_bytes
+        self.waiting[fd] += num_bytes
         self._in_all += num_bytes
 
     def watch(self, fd: int) -> None:
         """Start counting for a new connection."""
-        self._sent[fd] = self._waiting[fd] = 0
+        self._sent[fd] = self.waiting[fd] = 0
 
     def forget(self, fd: int) -> None:
         """Stop counting for a connection."""
         self._sent.pop(fd, None)
-        self._in_all -= self._waiting.pop(fd, 0)
+        self._in_all -= self.waiting.pop(fd, 0)
 
     def _measure(self, fd: int) -> int:
         """Return the unsent bytes. Acknowledged heartbeats and handshakes give no credit."""
@@ -72,11 +72,11 @@ class UnsentBytes:
         if acked is not None:
             self._sent[fd] = max(self._sent[fd], acked)
             waiting = self._sent[fd] - acked
-        self._in_all += waiting - self._waiting[fd]
-        self._waiting[fd] = waiting
+        self._in_all += waiting - self.waiting[fd]
+        self.waiting[fd] = waiting
         return waiting
 
     def _cut(self, fd: int) -> Cut:
-        waiting = self._waiting[fd]
+        waiting = self.waiting[fd]
         self.forget(fd)
         return fd, f"{waiting} bytes for it were waiting to be sent"

@@ -82,7 +82,7 @@ class GrantCollector:
         if isinstance(message, GrantedPages):
             admitted = self._gate.store_part(grant_id, message, now)
             if admitted is not None:
-                self._context.dispatch(ev.MessageArrived(admitted.connection, admitted.grant, was_new=True))
+                self._context.dispatch(ev.MessageArrived(*admitted, was_new=True))
         elif isinstance(message, Cancel | Decline):
             if not self._gate.drop(grant_id):
                 return False

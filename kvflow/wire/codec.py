@@ -18,7 +18,6 @@ from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART, AnyMessage, Grant
 __all__ = [
     "Reader",
     "decode",
-    "decode_frames",
     "encode",
 ]
 
@@ -93,17 +92,8 @@ def encode(message: Message) -> bytes:
     return HEADER + _encoder.encode(message)
 
 
-def decode(data: bytes) -> AnyMessage:
-    """Parse a message of any kind.
-
-    Raises:
-        RemoteProtocolError: As in `Reader`.
-    """
-    return _everything.read_frames([data])
-
-
-def decode_frames(frames: Sequence[bytes]) -> AnyMessage:
-    """Parse a message of any kind from the frames of a ZMQ message.
+def decode(*frames: bytes) -> AnyMessage:
+    """Parse a message of any kind, given the frames of a ZMQ message.
 
     Raises:
         RemoteProtocolError: As in `Reader`.

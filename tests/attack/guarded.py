@@ -10,7 +10,7 @@ import kvflow
 from kvflow.control.channel import ZmqControl
 from kvflow.errors import TransferFailed
 from kvflow.trust import ClientKeys
-from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import AnyMessage, Message
 from tests.support.instances import DEFAULT_LIMITS, Deployment, deploy
 from tests.support.trusts import trusts
@@ -85,4 +85,4 @@ class Attacker:
         return None
 
     def _take(self, frames: Sequence[bytes]) -> None:
-        self.heard.append(decode_frames(frames))
+        self.heard.append(decode(*frames))

@@ -16,7 +16,7 @@ from benchmarks.resources import num_files
 from kvflow.addresses import split_address
 from kvflow.control import dialer, sockets
 from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
-from kvflow.wire.codec import decode_frames
+from kvflow.wire.codec import decode
 from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.machine import has_ipv6
 from tests.support.waiting import until
@@ -278,7 +278,7 @@ async def test_the_first_two_of_several_frames_arrive_as_they_are_and_are_refuse
         _, received = await server.receive()
         assert received == frames[:2]
         with pytest.raises(RemoteProtocolError, match="one frame"):
-            decode_frames(received)
+            decode(*received)
 
 
 async def test_close_gives_files_back() -> None:

@@ -270,7 +270,7 @@ async def test_nobody_is_accepted_from_the_moment_that_much_is_left(
         await until(lambda: any(left > MUCH_BYTES for left in intake.unread._left.values()))
         assert not server.listener._is_paused
         if is_cut:
-            intake.cut(intake.unread.fds()[0], "a reason")
+            intake.cut(next(iter(intake.unread.num_read)), "a reason")
         else:
             raw.reset()
         await until(lambda: server.listener._is_paused)
@@ -299,4 +299,4 @@ async def test_after_a_while_others_are_accepted_anyway(monkeypatch: pytest.Monk
             await anyio.to_thread.run_sync(send_mib, raw, 1)
         await until(lambda: server.listener._is_paused)
         with closing(Client(server.endpoint)):
-            await until(server.listener._intake.unread.fds)
+            await until(lambda: server.listener._intake.unread.num_read)

@@ -18,7 +18,7 @@ from kvflow.gate.rates import ListenerGate
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
 from kvflow.trust import Trust
-from kvflow.wire.codec import decode, decode_frames, encode
+from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
     Lookup,
     Message,
@@ -101,7 +101,7 @@ async def open_again(endpoint: str) -> AsyncIterator[Registry]:
 
 async def ask(rogue: Client, message: Message) -> Message:
     rogue.send(encode(message))
-    return decode_frames(await rogue.receive())
+    return decode(*await rogue.receive())
 
 
 async def register(client: Client, mine: RankRecord) -> Message:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.bounds import Bounds
 from kvflow.errors import RemoteProtocolError
-from kvflow.gate.grants import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, PARTS_OF_SILENT, AdmittedGrant, GrantGate, GrantId
+from kvflow.gate.grants import OVERDUE_S, PARTS_IN_ALL, PARTS_OF_ONE, PARTS_OF_SILENT, GrantGate, GrantId
 from kvflow.room import RoomId
 from kvflow.wire import messages
 from kvflow.wire.messages import PAGE_BYTES, PARTS_PER_QUERY, Grant, GrantedPages, PagesQuery, PeerId
@@ -85,9 +85,9 @@ def test_a_grant_is_admitted_when_its_last_part_has_arrived() -> None:
     assert one.store_part(decode.id(7), first, 1.0) is None
     admitted = one.store_part(decode.id(7), second, 1.5)
     assert admitted is not None
-    assert admitted.grant.pages == {"kv": decode.tables[7]}
-    assert admitted.grant.num_pages == {}
-    assert admitted.grant.timeout_s == head(7, 1).timeout_s - 1.5
+    assert admitted[1].pages == {"kv": decode.tables[7]}
+    assert admitted[1].num_pages == {}
+    assert admitted[1].timeout_s == head(7, 1).timeout_s - 1.5
     assert len(one) == 0
 
 
@@ -256,7 +256,7 @@ def test_every_honest_grant_gets_through(data: st.DataObject) -> None:
     open_grants = {
         (number, room): data.draw(sizes) for number in range(3) for room in range(data.draw(st.integers(1, 3)))
     }
-    admitted: dict[tuple[int, int], AdmittedGrant] = {}
+    admitted: dict[tuple[int, int], tuple[bytes, Grant]] = {}
     now = 0.0
     for attempt in range(60):
         now += OVERDUE_S
@@ -279,5 +279,5 @@ def test_every_honest_grant_gets_through(data: st.DataObject) -> None:
             break
     assert admitted.keys() == open_grants.keys()
     for (number, room), whole in admitted.items():
-        assert whole.grant.pages == {"kv": ranks[number].tables[room]}
+        assert whole[1].pages == {"kv": ranks[number].tables[room]}
     assert len(one) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.gate.registration import REGISTRY, registration_denial
+from kvflow.gate.identity import REGISTRY, registration_denial
 from kvflow.trust import ANY
 from kvflow.wire.messages import PeerId, RankId, Refuse, RegistrationConflict
 from tests.directory.records import sealed

@@ -95,15 +95,15 @@ def test_who_does_not_read_is_cut_before_more_is_sent_to_it(events: list[tuple[i
         unsent.watch(fd)
     for fd, num_sent, num_read in events:
         acked[fd] = min(sent[fd], acked[fd] + num_read * MIB)
-        waiting = {one: sent[one] - acked[one] for one in FDS if one in unsent}
+        waiting = {one: sent[one] - acked[one] for one in FDS if one in unsent.waiting}
         cuts = unsent.excessive(fd)
-        assert (waiting.get(fd, 0) > MAX_UNSENT_BYTES) <= (fd not in unsent)
-        assert sum(waiting[one] for one in waiting if one in unsent) <= MAX_UNSENT_IN_ALL_BYTES
-        assert {fd for fd, _ in cuts} == {one for one in waiting if one not in unsent}
-        kept = [waiting[one] for one in waiting if one in unsent and one != fd]
-        cut_for_all = [waiting[one] for one in waiting if one not in unsent and one != fd]
+        assert (waiting.get(fd, 0) > MAX_UNSENT_BYTES) <= (fd not in unsent.waiting)
+        assert sum(waiting[one] for one in waiting if one in unsent.waiting) <= MAX_UNSENT_IN_ALL_BYTES
+        assert {fd for fd, _ in cuts} == {one for one in waiting if one not in unsent.waiting}
+        kept = [waiting[one] for one in waiting if one in unsent.waiting and one != fd]
+        cut_for_all = [waiting[one] for one in waiting if one not in unsent.waiting and one != fd]
         assert not cut_for_all or not kept or min(cut_for_all) >= max(kept), "those with most are cut"
-        if fd in unsent:
+        if fd in unsent.waiting:
             unsent.note_sent(fd, num_sent * MIB)
             sent[fd] += num_sent * MIB
 

@@ -7,7 +7,7 @@ from typing import Self, TypeVar
 import anyio
 
 from kvflow.system import system_ports
-from kvflow.wire.codec import decode_frames, encode
+from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -70,10 +70,10 @@ class FakePrefill:
             await anyio.sleep(POLL_S)
 
     def _on_message(self, connection: bytes, frames: Sequence[bytes]) -> None:
-        self._heard.send_nowait((connection, decode_frames(frames)))
+        self._heard.send_nowait((connection, decode(*frames)))
 
     def _on_registry_message(self, frames: Sequence[bytes]) -> None:
-        if isinstance(decode_frames(frames), Registered):
+        if isinstance(decode(*frames), Registered):
             self._registered.set()
 
     async def hear(self, kind: type[AnyKind]) -> AnyKind:

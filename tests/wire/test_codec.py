@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvflow.errors import FailureReason, LayoutError, RemoteProtocolError, Stage
 from kvflow.gate.sizes import LONG_BYTES, MAX_REQUEST_BYTES, Unread
 from kvflow.geometry.layout import KVLayout
-from kvflow.wire.codec import HEADER, Reader, decode, decode_frames, encode
+from kvflow.wire.codec import HEADER, Reader, decode, encode
 from kvflow.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -91,7 +91,7 @@ def test_what_is_encoded_comes_back(kind: type[Message], data: st.DataObject) ->
     message = data.draw(MESSAGES[kind])
     decoded = decode(encode(message))
     assert (type(decoded), decoded) == (kind, message)
-    assert decode_frames([encode(message)]) == message
+    assert decode(*[encode(message)]) == message
 
 
 @pytest.mark.parametrize("room", [-1, 2**63, "", "x" * 257, True, 1.5, None, b"req", [1]])
@@ -136,7 +136,7 @@ def test_wrong_envelope(data: bytes, said: str) -> None:
 @pytest.mark.parametrize("frames", [[], [PING, PING], [PING, b""], [b"", PING], [b""] * 9])
 def test_not_exactly_one_frame(frames: list[bytes]) -> None:
     with pytest.raises(RemoteProtocolError, match="one frame") as caught:
-        decode_frames(frames)
+        decode(*frames)
     assert caught.value.values == {"frames": len(frames)}
 
 
