@@ -17,7 +17,7 @@ from kvflow.errors import RouteError
 from kvflow.geometry.expected import ExpectedBytes, ExpectedBytesBuilder
 from kvflow.geometry.layout import HeldRegion, KVLayout, Region, RegionKey
 from kvflow.geometry.memory import Location
-from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, layers_within, overlap_pattern
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, layers_within, overlap_pattern
 from kvflow.geometry.routes import RegionSlice, Route, check_cells_match
 
 __all__ = ["BoundRoute", "CopyGroup", "SlotGeometry", "bind_route"]
@@ -123,14 +123,14 @@ class BoundRoute(NamedTuple):
             one location.
         dst_device: The same on the receiving side.
         expected: Expected bytes of each component of the route.
-        locations: Memory locations of each component of the route, on the sending and the receiving side.
+        in_one_write: Components whose memory is in the same locations on both sides: a write has one at each end.
     """
 
     copy_groups: tuple[CopyGroup, ...]
     src_device: int
     dst_device: int
     expected: dict[str, ExpectedBytes]
-    locations: dict[str, tuple[Location, Location]]
+    in_one_write: tuple[tuple[str, ...], ...]
 
     @property
     def descriptors_per_run(self) -> int:
@@ -141,13 +141,6 @@ class BoundRoute(NamedTuple):
     def pages_contiguous(self) -> bool:
         """Whether neighbouring pages of the pools share one descriptor for each tensor and layer."""
         return all(group.pages_contiguous for group in self.copy_groups)
-
-    def by_location(self, ranges: Mapping[str, TokenRange]) -> list[dict[str, TokenRange]]:
-        """Group the tokens of some components by location, because a write has one location at each end."""
-        parts: dict[tuple[Location, Location] | None, dict[str, TokenRange]] = {}
-        for name, tokens in ranges.items():
-            parts.setdefault(self.locations.get(name), {})[name] = tokens
-        return list(parts.values())
 
 
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
@@ -196,7 +189,10 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
     ]
     expected = {name: builder.build() for name, builder in builders.items()}
     src_device, dst_device = (min(side.registered_locations).device_id for side in (src, dst))
-    return BoundRoute(tuple(copy_groups), src_device, dst_device, expected, locations)
+    in_one_write: dict[tuple[Location, Location], tuple[str, ...]] = {}
+    for name, ends in locations.items():
+        in_one_write[ends] = (*in_one_write.get(ends, ()), name)
+    return BoundRoute(tuple(copy_groups), src_device, dst_device, expected, tuple(in_one_write.values()))
 
 
 def _check_slices(route: Route, holdings: Mapping[RegionKey, HeldRegion]) -> None:

@@ -10,7 +10,7 @@ split. A piece exceeds the limit only if it is a single page over all layers, or
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvflow.geometry.binding import BoundRoute
@@ -57,18 +57,15 @@ class SplitPolicy(NamedTuple):
     direct: "SplitPolicy | None" = None
     direct_run_bytes: float = 0.0
 
-    def choose(self, num_bytes: int, num_runs: Callable[[], float]) -> "SplitPolicy":
-        """Choose between this policy and `direct`, by how contiguous the pages of a chunk are.
+    def choose(self, num_bytes: int, num_runs: float) -> "SplitPolicy":
+        """Return `direct`, if there is one and the runs of pages are long enough for it; otherwise this policy.
 
         Args:
-            num_bytes: Bytes that the chunk takes.
-            num_runs: Counts the runs of pages that are consecutive on both sides. Called only if the answer depends on
-                it.
+            num_bytes: Bytes that a chunk takes.
+            num_runs: Number of runs of pages that are consecutive on both sides.
         """
-        if self.direct is None:
-            return self
-        is_small = num_bytes <= self.piece_bytes  # not split by either policy
-        return self if is_small or num_bytes < num_runs() * self.direct_run_bytes else self.direct
+        is_direct = num_bytes >= num_runs * self.direct_run_bytes
+        return self.direct if self.direct is not None and is_direct else self
 
     def split_layers(
         self, stops: Sequence[int], ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]

@@ -136,17 +136,14 @@ def test_each_write_has_one_location_at_each_end(world: World, data: st.DataObje
         blocks = RouteBlocks.from_route(bound)
         for name, component in chunk_slices(world, bound, source, target):
             ends = (source.layout.locations[name], target.layout.locations[name])
-            assert bound.by_location({name: component.tokens}) == [{name: component.tokens}]
             descriptors = plan(bound, {name: component})
             found = None if blocks is None else blocks.plan({name: component})
             for moves in [descriptors] if found is None else [found.descriptors(), descriptors]:
                 for rows, end in zip(moves, ends, strict=True):
                     assert set(rows[:, 2].tolist()) <= {end.device_id}
                 execute(moves, source, target)
-        everything = {name: world.wanted[name] for name in bound.expected}
-        parts = bound.by_location(everything)
-        assert {name: tokens for part in parts for name, tokens in part.items()} == everything
-        for part in parts:
+        assert sorted(name for part in bound.in_one_write for name in part) == sorted(bound.expected)
+        for part in bound.in_one_write:
             assert len({(source.layout.locations[name], target.layout.locations[name]) for name in part}) == 1
     world.assert_arrived()
 

@@ -56,8 +56,10 @@ def split_chunk(
         link: Route to the decode rank.
     """
     parts = [ChunkPart(ranges, None, 0)] if not ranges else []
-    for group in link.route.by_location(ranges):
-        parts += _split_group(chunk, group, wanted, granted, link)
+    for names in link.route.in_one_write:
+        group = {name: ranges[name] for name in names if name in ranges}
+        if group:
+            parts += _split_group(chunk, group, wanted, granted, link)
     if chunk.last:
         parts[-1] = parts[-1]._replace(last=True)
     return parts
@@ -103,7 +105,9 @@ def _split_group(
     """Split the components of a chunk in one location on each side."""
     expected = link.route.expected
     num_bytes = expected_bytes(expected, ranges, wanted)
-    policy = link.split_policy.choose(num_bytes, lambda: _count_runs(chunk, ranges, wanted, granted))
+    policy = link.split_policy
+    if policy.direct is not None and num_bytes > policy.piece_bytes:  # else it is not split by either policy
+        policy = policy.choose(num_bytes, _count_runs(chunk, ranges, wanted, granted))
     ready = chunk.ready
     if chunk.layers:
         groups = policy.split_layers([group.stop for group in chunk.layers], ranges, wanted)
