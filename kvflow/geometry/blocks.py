@@ -107,7 +107,11 @@ class _GroupBlocks:
     cells: _Starts | None
 
     def segments(self, component: ComponentSlice, layers: LayerRange) -> list[_Segment] | None:
-        """Divide a component slice into whole pages and single cells; None if blocks cannot express it."""
+        """Divide a component slice into whole pages and single cells; None if blocks cannot express it.
+
+        Raises:
+            PlanError: A page table does not cover its tokens.
+        """
         tokens_per_cell = self.group.tokens_per_cell
         src, dst = component.src, component.dst
         if tokens_per_cell > 1:
@@ -118,8 +122,8 @@ class _GroupBlocks:
         start, stop = cell_range(component.tokens, tokens_per_cell, final=component.final)
         if start == stop:
             return []
-        if not (src.covers((start, stop)) and dst.covers((start, stop))):
-            return None
+        src.check_covers((start, stop), side="src")
+        dst.check_covers((start, stop), side="dst")
         segments = []
         first, last = -(-start // size), stop // size
         if first < last:
@@ -174,8 +178,10 @@ class RouteBlocks:
 
         Returns:
             None if there are no blocks or too many, or if the chunk needs descriptors: it begins or ends within a page
-            of interleaved tensors, the tokens are sharded, components are in several locations, or a page table does
-            not cover its tokens.
+            of interleaved tensors, the tokens are sharded, or components are in several locations.
+
+        Raises:
+            PlanError: A page table does not cover its tokens.
         """
         segments: list[_Segment] = []
         used: set[Locations] = set()

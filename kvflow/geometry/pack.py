@@ -22,7 +22,7 @@ from kvflow.geometry.binding import BoundRoute, SlotGeometry
 from kvflow.geometry.expected import ExpectedBytes
 from kvflow.geometry.layout import KVLayout, Region, RegionKey
 from kvflow.geometry.pages import PageTable, locate
-from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range, held_range, is_final, layers_within
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range, is_final, layers_within
 from kvflow.geometry.routes import RegionSlice, slices_in_order
 
 __all__ = ["PackedRuns", "PackedSlices", "Payload", "find_runs", "find_slices", "is_head_major"]
@@ -192,7 +192,7 @@ def find_runs(
             chosen = is_included[group.numbers]
             positions = cells[group.shape.tokens_per_cell]
             if len(positions) and chosen.any():
-                _check_covered(payload.ranges[name], tables[name])
+                tables[name].check_covers(payload.ranges[name], component=name)
                 table = tables[name].in_cells(group.shape.tokens_per_cell)
                 included = group._replace(numbers=group.numbers[chosen], starts=group.starts[chosen])
                 runs += _runs_of(included, positions, table, places[included.numbers], head_major=payload.head_major)
@@ -227,11 +227,6 @@ def _runs_of(
             np.add.outer(group.starts, units.memory[chosen]).ravel(),
             np.add.outer(places, units.payload[chosen]).ravel(),
         )
-
-
-def _check_covered(tokens: TokenRange, table: PageTable) -> None:
-    if not table.covers(held_range(tokens, table.shard)):
-        raise PlanError("token range is outside the page table", tokens=tokens, covered=(table.first_token, table.end))
 
 
 class _Units(NamedTuple):

@@ -70,15 +70,17 @@ class PageTable(NamedTuple):
     page_size: int
     shard: TokenShard = WHOLE
 
-    @property
-    def end(self) -> int:
-        """One past the last place that the pages can hold."""
-        return self.first_token + len(self.pages) * self.page_size
+    def check_covers(self, tokens: TokenRange, **where: str) -> None:
+        """Check that the pages can hold all tokens of a range that this side holds.
 
-    def covers(self, places: TokenRange) -> bool:
-        """Return whether the pages can hold all places of a range."""
-        start, stop = places
-        return start >= stop or (self.first_token <= start and stop <= self.end)
+        Raises:
+            PlanError: They cannot; `where` says which pages these are.
+        """
+        start, stop = held_range(tokens, self.shard)
+        end = self.first_token + len(self.pages) * self.page_size
+        if start < stop and not self.first_token <= start <= stop <= end:
+            covered = (self.first_token, end)
+            raise PlanError("token range is outside the page table", **where, tokens=tokens, covered=covered)
 
     def between(self, first: int, last: int) -> NDArray[np.uint32]:
         """Return the pool pages for page numbers `[first, last)` of this side's tokens; must be covered."""
@@ -301,10 +303,8 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
     Raises:
         PlanError: A table does not cover the range.
     """
-    for side, table in (("src", src), ("dst", dst)):
-        if not table.covers(held_range(tokens, table.shard)):
-            covered = (table.first_token, table.end)
-            raise PlanError("token range is outside the page table", side=side, tokens=tokens, covered=covered)
+    src.check_covers(tokens, side="src")
+    dst.check_covers(tokens, side="dst")
     is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
     if joined and is_plain and tokens[0] < tokens[1]:
         return _joined_runs(tokens, src, dst)

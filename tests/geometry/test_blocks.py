@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from kvflow.errors import PlanError
 from kvflow.geometry import (
     Component,
     ComponentSlice,
@@ -115,13 +116,26 @@ def test_pages_that_look_different_are_no_blocks(other: PagedShape) -> None:
     assert pair(SHAPE, other)[2] is None
 
 
-def test_what_is_nothing_too_much_or_not_covered_is_left_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", [(table(1), table(7, 0)), (table(1, 5), table(7, 0, first_token=4))], ids=["src", "dst"])
+def test_what_is_not_covered_is_refused_as_by_the_planner(of: tuple[PageTable, PageTable]) -> None:
+    side = Pool(SHAPE, 0).layout
+    (route,) = compile_routes({0: side}, side, decode_rank=0)
+    bound = bind_route(route, side, side)
+    blocks = RouteBlocks.from_route(bound)
+    assert blocks is not None
+    component = {"kv": ComponentSlice((0, 8), *of)}
+    with pytest.raises(PlanError, match="outside the page table") as planned:
+        plan(bound, component)
+    with pytest.raises(PlanError, match="outside the page table") as error:
+        blocks.plan(component)
+    assert error.value.values == planned.value.values
+
+
+def test_what_is_nothing_or_too_much_is_left_to_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, blocks = pair(SHAPE, SHAPE)
     assert blocks is not None
     assert blocks.plan({}) is None
     assert blocks.plan({"kv": ComponentSlice((4, 4), table(first_token=4), table(first_token=4))}) is None
-    assert blocks.plan({"kv": ComponentSlice((0, 8), table(1), table(7, 0))}) is None
-    assert blocks.plan({"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0, first_token=4))}) is None
     component = {"kv": ComponentSlice((0, 8), table(1, 5), table(7, 0))}
     monkeypatch.setattr("kvflow.geometry.blocks.MAX_BLOCKS", 12)
     assert blocks.plan(component) is not None
