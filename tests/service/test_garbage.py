@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -14,6 +15,7 @@ from kvflow.backends.memory import ENDPOINTS, MemoryBackend
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory
 from kvflow.errors import RemoteProtocolError
 from kvflow.geometry import compile_routes
+from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.routes import Route
 from kvflow.wire.codec import decode, encode
 from kvflow.wire.messages import (
@@ -242,7 +244,7 @@ async def test_a_decode_rank_that_wants_other_cells_than_before_fails_what_it_wa
     async def send_over(line: zmq.asyncio.Socket, first: Hello) -> None:
         await line.send(encode(first))
         assert isinstance(await hear(line), Welcome)
-        await line.send(encode(grant(room=1)))
+        await line.send(encode(grant(room=1, pages={"kv": np.arange(2, dtype=WIRE_PAGES).tobytes()})))
         await until(lambda: prefill.statistics().waiting_grants)
         async with prefill.send(1) as sender:
             if is_queued:

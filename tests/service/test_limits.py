@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvflow
-from kvflow import decode
+from kvflow import receiver as receiving
 from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.errors import FailureReason
@@ -235,7 +235,7 @@ async def test_as_many_separate_allocations_as_regions_are_possible() -> None:
 
 
 async def test_other_tasks_run_between_checking_many_pages_and_holding_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MANY_PAGES", 1)
+    monkeypatch.setattr(receiving, "MANY_PAGES", 1)
     had_turn = anyio.Event()
     async with pair(2) as both:
         receiver = both.decode.receive(1, prefill=both.prefill.endpoint, tokens=(0, 2), pages={"kv": [0, 1]})
