@@ -12,7 +12,7 @@ from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.prefill.delivery import STANDING, Delivery
 from kvflow.state.prefill.room import Room as PrefillRoom
 from kvflow.state.quarantine import Footprint, Quarantine
-from kvflow.state.tables import Memory, Outcome, RankState, RequestState, TransferState
+from kvflow.state.tables import QUIET, Memory, Outcome, RankState, RequestState, TransferState
 
 __all__ = ["InvariantBroken", "check_invariants"]
 
@@ -126,7 +126,7 @@ def _check_decode(core: DecodeCore) -> None:
         ranks, tally = room.ranks.values(), room.tally
         counts = (
             sum(progress.state is RankState.COMPLETE for progress in ranks),
-            sum(progress.state.is_quiet for progress in ranks),
+            sum(progress.state in QUIET for progress in ranks),
             sum(len(progress._notices) for progress in ranks),
             sum(len(progress._scattering) for progress in ranks),
         )

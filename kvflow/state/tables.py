@@ -44,6 +44,7 @@ __all__ = [
     "MEMORY",
     "OUTCOME",
     "PEER",
+    "QUIET",
     "RANK",
     "REQUEST",
     "FeedSignal",
@@ -263,11 +264,9 @@ class RankState(enum.StrEnum):
     LOST = "lost"
     """It is silent or has left, and has proved nothing."""
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the rank can write nothing more."""
-        return self in (RankState.COMPLETE, RankState.DRAINED)
 
+QUIET: Final = frozenset({RankState.COMPLETE, RankState.DRAINED})
+"""States of a prefill rank that can write nothing more."""
 
 RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType(
     {

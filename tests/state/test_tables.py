@@ -12,6 +12,7 @@ from kvflow.state.tables import (
     MEMORY,
     OUTCOME,
     PEER,
+    QUIET,
     RANK,
     REQUEST,
     FeedSignal,
@@ -97,7 +98,7 @@ def test_nothing_is_granted_without_pages() -> None:
 
 
 def test_only_proof_makes_a_lost_rank_quiet() -> None:
-    quiet = {signal for signal in RankSignal if RANK[RankState.LOST, signal].is_quiet}
+    quiet = {signal for signal in RankSignal if RANK[RankState.LOST, signal] in QUIET}
     assert quiet == {RankSignal.COMPLETED, RankSignal.DRAINED, RankSignal.FENCED}
 
 

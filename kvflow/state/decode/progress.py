@@ -8,7 +8,7 @@ from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.ranges import TokenRange
 from kvflow.state.effects import WrittenBy
 from kvflow.state.events import ConnectedRank
-from kvflow.state.tables import RANK, RankSignal, RankState
+from kvflow.state.tables import QUIET, RANK, RankSignal, RankState
 from kvflow.wire.messages import Notice
 
 __all__ = ["RankProgress", "Tally"]
@@ -20,15 +20,17 @@ class Tally:
     Attributes:
         num_complete: Ranks that have accounted for every byte.
         num_quiet: Ranks that can write nothing more.
+        num_arrived: Notices that have arrived: those counted, and those whose pieces are scattered first.
         num_notices: Notices counted.
         num_scattering: Notices whose pieces are being copied from a staging slot to the pages.
     """
 
-    __slots__ = ("num_complete", "num_notices", "num_quiet", "num_scattering")
+    __slots__ = ("num_arrived", "num_complete", "num_notices", "num_quiet", "num_scattering")
 
     def __init__(self) -> None:
         self.num_complete = 0
         self.num_quiet = 0
+        self.num_arrived = 0
         self.num_notices = 0
         self.num_scattering = 0
 
@@ -73,7 +75,7 @@ class RankProgress:
         before, self.state = self.state, RANK[self.state, signal]
         if self.state is not before:
             self._tally.num_complete += (self.state is RankState.COMPLETE) - (before is RankState.COMPLETE)
-            self._tally.num_quiet += self.state.is_quiet - before.is_quiet
+            self._tally.num_quiet += (self.state in QUIET) - (before in QUIET)
 
     @property
     def is_scattering(self) -> bool:
@@ -99,6 +101,7 @@ class RankProgress:
             self._num_expected = notice.seq + 1
             self.metadata = notice.metadata
         self._notices[notice.seq] = notice
+        self._tally.num_arrived += notice.staged is None
         self._tally.num_notices += 1
         self.num_bytes += notice.num_bytes
         self._check_next()
@@ -121,6 +124,7 @@ class RankProgress:
         anomaly = self._anomaly(notice)
         if anomaly is None:
             self._scattering[notice.seq] = notice
+            self._tally.num_arrived += 1
             self._tally.num_scattering += 1
         return anomaly
 

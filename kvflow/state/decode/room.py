@@ -25,6 +25,7 @@ from kvflow.state.effects import (
 )
 from kvflow.state.events import ConnectedRank, InstanceRef, ReceiveGranted, ReceiveOpened
 from kvflow.state.tables import (
+    QUIET,
     REQUEST,
     Memory,
     Outcome,
@@ -115,19 +116,14 @@ class Room:
         """Whether the room has no pages yet."""
         return self.request is RequestState.ANNOUNCED
 
-    @property
-    def num_arrived(self) -> int:
-        """Notices of all ranks: those counted, and those whose pieces are being scattered."""
-        return self.tally.num_notices + self.tally.num_scattering
-
     def unproved(self) -> list[PeerId]:
         """Return the ranks that may still write to its pages."""
-        return [progress.peer for progress in self.ranks.values() if not progress.state.is_quiet]
+        return [progress.peer for progress in self.ranks.values() if progress.state not in QUIET]
 
     def awaits_proof_of(self, peer: PeerId) -> bool:
         """Return whether a peer may still write to these pages."""
         progress = self._progress_of(peer)
-        return progress is not None and not progress.state.is_quiet
+        return progress is not None and progress.state not in QUIET
 
     def take_pages(self, given: ReceiveGranted, deadline: float) -> list[DecodeEffect]:
         """Take the pages of an announced room; the caller grants it next."""
@@ -177,7 +173,7 @@ class Room:
         effects: list[DecodeEffect] = []
         for peer in self.granted:
             progress = self.ranks.get(peer.rank.engine_rank)
-            if progress is not None and not progress.state.is_quiet:
+            if progress is not None and progress.state not in QUIET:
                 effects += self._retransmit_to(progress, timeout_s)
             elif progress is None and self.state.is_pending:
                 effects.append(SendMessage(peer, self._grant(peer, timeout_s)))
@@ -186,7 +182,7 @@ class Room:
     def remind(self, peer: PeerId) -> list[DecodeEffect]:
         """Ask a rank that is reachable again for its proof."""
         progress = self._progress_of(peer)
-        if self.failure is None or progress is None or progress.state.is_quiet:
+        if self.failure is None or progress is None or progress.state in QUIET:
             return []
         return [SendMessage(peer, self._cancel(self.failure, progress))]
 
@@ -331,7 +327,7 @@ class Room:
         if not self.granted:
             return self.stop(Signal.FAILED, failure)
         progress = self._progress_of(peer)
-        if progress is None or progress.state.is_quiet:
+        if progress is None or progress.state in QUIET:
             return []
         progress.apply(RankSignal.LOST)
         return [*self.stop(Signal.FAILED, failure), *self._context.probe(peer)]
@@ -339,7 +335,7 @@ class Room:
     def fenced(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
         """Note that no write of a terminated incarnation can still land."""
         progress = self._progress_of(peer)
-        if progress is None or progress.state.is_quiet:
+        if progress is None or progress.state in QUIET:
             return []
         progress.apply(RankSignal.FENCED)
         return self.stop(Signal.FAILED, failure, spare=peer)
@@ -388,21 +384,21 @@ class Room:
         return [SendMessage(peer, ack) for peer in self.granted]
 
     def _report(self) -> DecodeEffect:
+        received = None
+        if self.state.memory is Memory.SAFE and self.failure is None:
+            received = ReceivedRoom(
+                metadata={rank: progress.metadata for rank, progress in self.ranks.items() if progress.metadata},
+                num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
+                num_notices=self.tally.num_notices,
+                first_notice_at=self._first_notice_at,
+            )
         return ReportReceiver(
             room=self.room,
             generation=self.generation,
             outcome=self.state.outcome,
             memory=self.state.memory,
             failure=self.failure,
-            received=self._received() if self.state.memory is Memory.SAFE and self.failure is None else None,
-        )
-
-    def _received(self) -> ReceivedRoom:
-        return ReceivedRoom(
-            metadata={rank: progress.metadata for rank, progress in self.ranks.items() if progress.metadata},
-            num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
-            num_notices=self.tally.num_notices,
-            first_notice_at=self._first_notice_at,
+            received=received,
         )
 
     def _progress_of(self, peer: PeerId) -> RankProgress | None:

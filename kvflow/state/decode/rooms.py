@@ -186,10 +186,10 @@ class Rooms:
         room = self._find(notice.room, notice.generation)
         if room is None:
             return self.ended.answer(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
-        before = room.num_arrived
+        before = room.tally.num_arrived
         effects = room.notice(notice, sender, now)
         is_waiting = room.state.is_pending and not room.is_verifying
-        if is_waiting and room.num_arrived != before:
+        if is_waiting and room.tally.num_arrived != before:
             self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.progress_s)
         return self._follow(room, effects, now)
 
