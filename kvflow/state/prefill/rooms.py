@@ -168,11 +168,11 @@ class Rooms:
             room.announce(peer, asked)
             return self.follow(room, [], now)
         try:
-            return self.follow(room, room.grant(peer, asked, self._context.peers[peer].link, now), now)
+            effects = room.grant(peer, asked, self._context.peers[peer].link, now)
         except PlanError as error:
             failure = Failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(self._context.me.rank), str(error))
-            refused = self._context.refuse(delivery_id, failure)
-            return [*refused, *self.fail(room, failure, now)]
+            effects = [*self._context.refuse(delivery_id, failure), *room.stop(Signal.FAILED, failure)]
+        return self.follow(room, effects, now)
 
     def close_replaced(self, delivery_id: DeliveryId, before: Asked) -> None:
         """Close the generation of a request that another one replaces."""
