@@ -51,11 +51,11 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
 
     Raises:
-        ConfigError: `config` is not a `DecodeConfig`, `layout` is not a `KVLayout`, the backend is unknown, digests of
-            device memory are configured, or the device has not enough memory for `staging_bytes`.
+        ConfigError: `config` is not a `DecodeConfig`, `layout` is not a `KVLayout`, the backend is unknown, or
+            digests of device memory are configured.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport cannot register the memory.
-        Shortage: On entry: this process lacks descriptors or threads.
+        Shortage: There is not enough memory for `staging_bytes`; on entry: this process lacks descriptors or threads.
     """
 
     config: DecodeConfig

@@ -68,10 +68,10 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
     Raises:
         ConfigError: `config` is not a `PrefillConfig`, `layout` is not a `KVLayout`, the control address cannot be
-            bound, the backend is unknown, or the device has not enough memory for `staging_bytes`.
+            bound, or the backend is unknown.
         BackendUnavailable: The transport's library is missing or broken.
         RegistrationError: The transport cannot register the memory.
-        Shortage: On entry: this process lacks descriptors or threads.
+        Shortage: There is not enough memory for `staging_bytes`; on entry: this process lacks descriptors or threads.
     """
 
     config: PrefillConfig

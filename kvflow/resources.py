@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,9 +25,11 @@ __all__ = [
     "Reserve",
     "check_shortage",
     "check_threads",
+    "describe_shortage",
     "descriptors",
     "find_shortage",
     "limit_of",
+    "limits_of_pinning",
     "report_accept_shortages",
     "with_shortage",
 ]
@@ -36,7 +39,8 @@ RESERVED: Final = 12
 
 REPORT_AGAIN_S: Final = 60.0
 DESCRIPTORS: Final = Path("/proc/self/fd")
-LIMITS: Final = {errno.EMFILE: "RLIMIT_NOFILE", errno.ENOMEM: "RLIMIT_MEMLOCK", errno.EAGAIN: "RLIMIT_NPROC"}
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - it is only asked how full it is
+LIMITS: Final = {errno.EMFILE: "RLIMIT_NOFILE", errno.ENOMEM: "RLIMIT_AS", errno.EAGAIN: "RLIMIT_NPROC"}
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
@@ -50,7 +54,7 @@ def check_shortage(number: int | None) -> None:
         Shortage: It does.
     """
     if number is not None and number in SHORTAGES:
-        raise Shortage("this process is short of a resource", detail=_describe(number))
+        raise Shortage("this process is short of a resource", detail=describe_shortage(number))
 
 
 def find_shortage() -> str:
@@ -58,7 +62,7 @@ def find_shortage() -> str:
     try:
         os.close(_open())
     except OSError as error:
-        return _describe(error.errno or 0)
+        return describe_shortage(error.errno or 0)
     return ""
 
 
@@ -68,7 +72,7 @@ def with_shortage(text: str) -> str:
     return f"{text}; {found}" if found else text
 
 
-def _describe(number: int) -> str:
+def describe_shortage(number: int) -> str:
     """Describe an error number by its name, the limit it means, and how much of that is in use."""
     text = f"{os.strerror(number)} ({errno.errorcode.get(number, number)})"
     limit = limit_of(LIMITS[number]) if number in LIMITS else ""
@@ -83,6 +87,20 @@ def limit_of(name: str) -> str:
         return ""
     soft, _ = resource.getrlimit(getattr(resource, name))
     return f"{name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
+
+
+def limits_of_pinning() -> str:
+    """Return the finite limits, in bytes, that memory which is pinned or shared with processes of this host may meet.
+
+    Empty if there are none.
+    """
+    found = []
+    if (limit := limit_of("RLIMIT_MEMLOCK")) and "unlimited" not in limit:
+        found.append(f"{limit} bytes (raise it: ulimit -l)")
+    with suppress(OSError):  # not every system has it
+        shared = os.statvfs(SHARED_MEMORY)
+        found.append(f"{SHARED_MEMORY} has {shared.f_bavail * shared.f_frsize} bytes free")
+    return ", ".join(found)
 
 
 def check_threads(number: int) -> None:

@@ -45,7 +45,7 @@ class Copier(abc.ABC):
         """Allocate memory to which no earlier owner still writes.
 
         Raises:
-            ConfigError: There is not enough memory.
+            Shortage: There is not enough memory.
         """
 
     @abc.abstractmethod

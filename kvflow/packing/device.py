@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.errors import ConfigError, PlanError
+from kvflow.errors import PlanError, Shortage
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, RegionKey
 from kvflow.geometry.memory import MemoryRange
@@ -187,9 +187,8 @@ class DeviceCopier(Copier):
             with self._own_stream():  # torch may reuse memory that the stream still uses
                 memory = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
-            raise ConfigError(
-                "device does not have enough memory for staging_bytes", device=str(self._device), num_bytes=num_bytes
-            ) from error
+            facts = {"device": str(self._device), "num_bytes": num_bytes, "detail": str(error)}
+            raise Shortage("device has not enough memory for staging_bytes", **facts) from error
         return Allocation(memory.data_ptr(), memory)
 
     @override

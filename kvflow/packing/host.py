@@ -4,6 +4,7 @@ Both directions use the same technique: an array whose elements are as long as t
 numpy load and store any run at memory speed. Blocks stay in the processor's cache in between.
 """
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -11,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvflow.errors import ConfigError
+from kvflow.errors import Shortage
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, RegionKey
 from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing.copier import Allocation, Copier
+from kvflow.resources import describe_shortage
 
 __all__ = ["HostCopier"]
 
@@ -49,7 +51,10 @@ class HostCopier(Copier):
         try:
             memory = np.zeros(num_bytes, np.uint8)
         except MemoryError as error:
-            raise ConfigError("host does not have enough memory for staging_bytes", num_bytes=num_bytes) from error
+            detail = describe_shortage(errno.ENOMEM)
+            raise Shortage(
+                "host has not enough memory for staging_bytes", num_bytes=num_bytes, detail=detail
+            ) from error
         return Allocation(int(memory.ctypes.data), memory)
 
     @override

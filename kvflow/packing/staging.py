@@ -38,7 +38,7 @@ class StagingMemory:
         copier: The same copier.
 
     Raises:
-        ConfigError: There is not enough memory.
+        Shortage: There is not enough memory.
     """
 
     def __init__(self, num_bytes: int, copier: Copier) -> None:
@@ -70,7 +70,7 @@ def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: 
         descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
 
     Raises:
-        ConfigError: There is not enough memory.
+        Shortage: There is not enough memory.
     """
     if len(layout.registered_locations) > 1 or not _may_pack(config, descriptor_overhead_s):
         return None

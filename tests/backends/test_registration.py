@@ -1,6 +1,11 @@
 """Drivers that register memory slowly, in part, or not at all: wrapped around the real library."""
 
 import importlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +18,13 @@ import kvflow
 from kvflow.backends.nixl import NixlBackend
 from kvflow.errors import RegistrationError
 from kvflow.geometry import Component, KVLayout, MemoryRange, Region
+from kvflow.resources import SHARED_MEMORY
 from kvflow.testing.device import FakeDevice, on_fake_device
 from tests.support.instances import decode_config, prefill_config
+from tests.support.pools import PagedShape, Pool
 
 pytestmark = pytest.mark.anyio
+
 
 REGION_BYTES = 4096
 NUM_REGIONS = 5
@@ -71,8 +79,8 @@ def transport() -> NixlBackend:
     return on_fake_device(NixlBackend)()
 
 
-async def refused(layout: KVLayout) -> RegistrationError:
-    rank = kvflow.PrefillRank(prefill_config(None, backend="nixl"), layout, transport())
+async def refused(layout: KVLayout, backend: NixlBackend | None = None) -> RegistrationError:
+    rank = kvflow.PrefillRank(prefill_config(None, backend="nixl"), layout, backend or transport())
     with pytest.raises(RegistrationError) as caught:
         await rank.__aenter__()
     return caught.value
@@ -101,6 +109,49 @@ async def test_more_than_a_driver_can_pin_is_named_and_nothing_of_it_stays(monke
     async with kvflow.DecodeRank(decode_config(None, backend="nixl"), layout, transport()):
         assert sum(driver.held.values()) == NUM_REGIONS * REGION_BYTES
     assert driver.held == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits are those of Linux")
+@pytest.mark.parametrize("is_limited", [True, False])
+async def test_host_memory_that_is_refused_is_named_with_the_limits_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, *, is_limited: bool
+) -> None:
+    Driver(monkeypatch, lambda *_: True)
+    most = REGION_BYTES if is_limited else resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    error = await refused(Pool(PagedShape(4, 2, (0, 1), 8, 1), 0).layout, NixlBackend())
+    limits = str(error.values["limits"])
+    assert (f"RLIMIT_MEMLOCK is {REGION_BYTES} bytes" in limits) == is_limited
+    assert ("ulimit -l" in limits) == is_limited
+    assert f"{SHARED_MEMORY} has" in limits
+
+
+FULL = """
+import anyio, numpy as np, kvflow
+
+async def main(layout):
+    config = kvflow.PrefillConfig(instance="p", backend="nixl", bind="tcp://127.0.0.1:0")
+    try:
+        async with kvflow.PrefillRank(config, layout):
+            print("opened")
+    except kvflow.BackendUnavailable as error:
+        print(error.values["limits"])
+
+pool = {"k": [np.zeros((8, 4, 2, 16), "float32")]}
+anyio.run(main, kvflow.layout_from_tensors(pool, axes="page token head dim", heads=(0, 2), fingerprint="m"))
+"""
+
+
+def test_a_transport_that_needs_more_shared_memory_than_there_is_says_so() -> None:
+    unshare = [shutil.which("unshare") or "false", "-m"]
+    if subprocess.run([*unshare, "true"], check=False).returncode != 0:
+        pytest.skip("needs mounts of its own")
+    fill = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    command = [*unshare, "sh", "-c", f'{fill} && exec "$0" -c "$1"', sys.executable, FULL]
+    done = subprocess.run(
+        command, env=os.environ | {"UCX_TLS": "posix"}, capture_output=True, text=True, timeout=50, check=True
+    )
+    assert f"{SHARED_MEMORY} has 0 bytes free" in done.stdout
 
 
 async def test_slow_registration_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 import kvflow
 from kvflow.backends.memory import MemoryBackend
 from kvflow.bounds import Bounds
-from kvflow.errors import ConfigError, FailureReason
+from kvflow.errors import FailureReason, Shortage
 from kvflow.geometry.memory import MemoryKind, MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
@@ -193,6 +193,6 @@ def test_staging_memory_that_does_not_fit_is_refused_with_its_setting(monkeypatc
     with processor_as_device():
         monkeypatch.setattr(torch, "zeros", fail)
         layout = instances.make_pool().layout
-        with pytest.raises(ConfigError, match="staging_bytes"):
+        with pytest.raises(Shortage, match="staging_bytes"):
             kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1", staging_bytes=2**25), layout)
         kvflow.PrefillRank(prefill_config("tcp://127.0.0.1:1"), layout)

@@ -21,6 +21,7 @@ from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress,
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryRange
+from kvflow.resources import limits_of_pinning
 
 __all__ = ["MooncakeEngine", "WritingEngine", "start_native"]
 
@@ -197,6 +198,8 @@ class MooncakeEngine(WritingEngine):
                 code=code,
                 detail=REGISTRATION_ERRORS.get(code, "unknown"),
                 ranges=[(hex(item.address), item.length) for item in ranges[:4]],
+                num_bytes=sum(lengths),
+                **({} if self._is_tcp or code == OVERLAP else {"limits": limits_of_pinning()}),  # TCP pins nothing
             )
         self._addresses += addresses
 

@@ -11,6 +11,7 @@ from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryKind
+from kvflow.resources import limits_of_pinning
 
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 
@@ -165,7 +166,7 @@ def _register(agent: Any, rows: list[Row], kind: MemoryKind) -> Any:
 
 def _explain(agent: Any, rows: list[Row], kind: MemoryKind, error: RegistrationError) -> RegistrationError:
     """Name the range that is refused alone, or say that all of them together are too much."""
-    which: dict[str, object] = {"hint": "each range alone is accepted; all together may exceed what can be pinned"}
+    which: dict[str, object] = {"hint": "each range alone is accepted; all together may be too much"}
     for address, length, device, text in rows:
         try:
             alone = _register(agent, [(address, length, device, text)], kind)
@@ -175,6 +176,8 @@ def _explain(agent: Any, rows: list[Row], kind: MemoryKind, error: RegistrationE
         agent.deregister_memory(alone)
     num_bytes = sum(length for _, length, _, _ in rows)
     facts = {"memory_kind": kind, "ranges": len(rows), "num_bytes": num_bytes, **which, **error.values}
+    if kind == "DRAM":
+        facts["limits"] = limits_of_pinning()
     return RegistrationError(error.message, **facts)
 
 
@@ -184,6 +187,10 @@ def _start(api: Any, name: str, *, plugin: str, plugin_options: dict[str, str]) 
         agent.create_backend(plugin, plugin_options)
     except Exception as error:
         raise BackendUnavailable(
-            "NIXL could not start its plugin", plugin=plugin, options=plugin_options, detail=error_text(error)
+            "NIXL could not start its plugin",
+            plugin=plugin,
+            options=plugin_options,
+            detail=error_text(error),
+            limits=limits_of_pinning(),
         ) from error
     return agent
