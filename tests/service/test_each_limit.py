@@ -147,7 +147,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     "transfers": over_transfers,
     "peers": over_peers,
     "pending_grants": lambda: _over_waiting("pending_grants", 1, "{} grants"),
-    "pending_grant_bytes": lambda: _over_waiting("pending_grant_bytes", 4, "limits.pending_grant_bytes={}"),
+    "pending_grant_bytes": lambda: _over_waiting("pending_grant_bytes", 16, "limits.pending_grant_bytes={}"),
     "quarantined_bytes": over_quarantine,
     "unfenced": over_unfenced,
     "metadata_bytes": over_metadata_bytes,
