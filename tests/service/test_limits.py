@@ -1,9 +1,10 @@
 """What a rank accepts from its engine fits the limits of the other side, or is refused here, by name."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 
 import anyio
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 import kvflow
 from kvflow import receiver as receiving
 from kvflow.bounds import Bounds
-from kvflow.config import Limits
+from kvflow.config import Limits, Timeouts
 from kvflow.errors import FailureReason
 from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, Room
@@ -27,6 +28,10 @@ from tests.support.instances import PATIENT, anomalies_of, decode_config, prefil
 pytestmark = pytest.mark.anyio
 
 Bytes = NDArray[np.uint8]
+Pages = NDArray[np.int64]
+
+UNHURRIED = replace(PATIENT, transfer_s=600.0, grant_s=600.0)
+"""For rooms that wait for hundreds of others."""
 
 STEP = 7_919
 """Between the pages of neighbouring tokens; a prime that divides no size of a pool."""
@@ -53,8 +58,11 @@ class Pair:
     async def hand_over(self, room: int, num_pages: int, offset: int = 0) -> None:
         """Move tokens between scattered pages, those of the target after an offset, and compare them."""
         scattered = np.arange(num_pages) * STEP
-        sent, received = (scattered + offset) % len(self.source), offset + scattered % num_pages
-        tokens = (0, num_pages)
+        await self.move(room, (scattered + offset) % len(self.source), offset + scattered % num_pages)
+
+    async def move(self, room: int, sent: Pages, received: Pages) -> None:
+        """Move tokens between some pages, and compare them."""
+        tokens = (0, len(sent))
 
         async def send() -> None:
             async with self.prefill.send(room) as sender:
@@ -72,14 +80,16 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(num_pages: int, *, backend: str = "memory", limits: Limits | None = None) -> AsyncIterator[Pair]:
+async def pair(
+    num_pages: int, *, backend: str = "memory", limits: Limits | None = None, timeouts: Timeouts = PATIENT
+) -> AsyncIterator[Pair]:
     limits = limits or Limits()
     source = np.random.default_rng(2).integers(0, 255, num_pages, np.uint8)
     target = np.zeros(num_pages, np.uint8)
-    config = prefill_config(None, backend=backend, limits=limits, timeouts=PATIENT)
+    config = prefill_config(None, backend=backend, limits=limits, timeouts=timeouts)
     async with (
         kvflow.PrefillRank(config, layout_of(source)) as prefill,
-        kvflow.DecodeRank(decode_config(None, backend=backend, timeouts=PATIENT), layout_of(target)) as decode,
+        kvflow.DecodeRank(decode_config(None, backend=backend, timeouts=timeouts), layout_of(target)) as decode,
     ):
         yield Pair(prefill, decode, source, target)
 
@@ -89,6 +99,40 @@ async def test_page_tables_in_many_parts() -> None:
     async with pair(num_pages, backend="nixl") as both:
         await both.hand_over(1, num_pages)
         assert both.anomalies() == [{}, {}]
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Compute in Python in a thread of this process, as an engine may."""
+    is_over = threading.Event()
+
+    def compute() -> None:
+        while not is_over.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_rooms", "size"), [(1, 6_291_456), (200, 131_072)])
+async def test_page_tables_of_full_size_get_through_beside_a_busy_thread(num_rooms: int, size: int) -> None:
+    """One token in each page, in random order; nothing is rejected, and no connection is cut."""
+    rng = np.random.default_rng(3)
+    tables = [np.split(rng.permutation(num_rooms * size), num_rooms) for _ in range(2)]
+    async with pair(num_rooms * size, timeouts=UNHURRIED) as both:
+        with busy_thread():
+            async with anyio.create_task_group() as tasks:
+                for room, (sent, received) in enumerate(zip(*tables, strict=True)):
+                    tasks.start_soon(both.move, room, sent, received)
+        assert both.anomalies() == [{}, {}]
+        assert [rank.statistics().peers for rank in (both.prefill, both.decode)] == [1, 1]
 
 
 @pytest.mark.parametrize("limits", [Limits(pending_grant_bytes=24 * PAGES_PER_PART), Bounds(pending_grants=16)])
