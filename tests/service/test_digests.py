@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 import anyio
 import numpy as np
@@ -103,6 +103,38 @@ async def test_a_changed_byte_fails_both_sides_and_is_named() -> None:
             assert "prefill/1: tokens 10:20 of component kv" in failure.detail
             assert not failure.quarantined
         await undisturbed(deployment)
+
+
+@pytest.mark.host_memory
+@pytest.mark.parametrize("digest", [False, True], ids=["unnoticed without digests", "found by digests"])
+async def test_a_notice_that_overtakes_its_bytes(digest: bool) -> None:
+    """Transports promise that none does (`Capabilities.in_band_notices`)."""
+    async with deploy() as deployment:
+        (faults,) = deployment.faults
+        faults.plan.append("overtake")
+        faults.hold()
+        request = deployment.request(1, 10)
+        receiver, failures = request.receiver(digest=digest), []
+
+        async def receive() -> None:
+            try:
+                async with receiver:
+                    await receiver.done()
+            except TransferFailed as failure:
+                failures.append(failure.reason)
+
+        async def send() -> None:
+            with suppress(TransferFailed):
+                await request.send()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send)
+            await receive()
+            assert failures == [FailureReason.CORRUPT] * digest
+            with pytest.raises(AssertionError):
+                request.assert_arrived()
+            faults.release()
+        request.assert_arrived()
 
 
 class Corrupting(NixlBackend):

@@ -12,13 +12,14 @@ from typing_extensions import override
 
 from kvflow.backends.base import OnBroken, OnEvents, PostEnded, PostInDoubt
 from kvflow.backends.delivery import EventDelivery
-from kvflow.backends.memory import MemoryBackend, MemoryWrite
+from kvflow.backends.memory import ENDPOINTS, MemoryBackend, MemoryWrite
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["FaultScript", "FaultyMemoryBackend", "MappedMemoryBackend"]
 
-Fault = Literal["fail", "doubt", "lose_notice", "corrupt"]
-"""The post fails, stays in doubt, loses its notice, or corrupts the first byte that it writes."""
+Fault = Literal["fail", "doubt", "lose_notice", "corrupt", "overtake"]
+"""The post fails, stays in doubt, loses its notice, corrupts the first byte that it writes, or its notice arrives at
+once, before its bytes, which may be held."""
 
 
 class FaultScript:
@@ -79,6 +80,9 @@ class FaultyMemoryBackend(MemoryBackend):
         fault = self._faults.plan.popleft() if self._faults.plan else None
         _, first_byte, _ = self._writes[-1].descriptors[0]
         self._fault_of[post_id] = fault, first_byte
+        if fault == "overtake":
+            ENDPOINTS[peer].deliver(notice)
+            self._writes[-1].notice = b""
 
     @override
     def _take_turn(self) -> None:
