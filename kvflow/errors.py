@@ -48,6 +48,14 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
 
 
+def describe(error: BaseException) -> str:
+    """Return the text of an error, with its type unless it is kvflow's, even if the engine's `__str__` raises."""
+    try:
+        return str(error) if isinstance(error, KvflowError) else f"{type(error).__name__}: {error}"
+    except BaseException:  # noqa: BLE001 - raised by the engine's `__str__`
+        return type(error).__name__
+
+
 class KvflowError(Exception):
     """Base class of all errors that kvflow raises deliberately. Long values are truncated in its text.
 

@@ -15,7 +15,7 @@ from typing import Final
 import anyio
 import msgspec
 
-from kvflow.errors import FailureReason, PlanError, Stage
+from kvflow.errors import FailureReason, PlanError, Stage, describe
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange, check_range
@@ -227,7 +227,7 @@ class DeviceWaits:
             try:
                 await self._context.ports.run_in_thread(partial(_synchronize, effect.ready))
             except Exception as error:  # noqa: BLE001 - raised by the engine's object; fail only this transfer
-                failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, _describe(error))
+                failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, describe(error))
         self._context.dispatch(DataReady(effect.delivery, effect.wait, failure))
 
 
@@ -242,11 +242,4 @@ def _synchronize(ready: ReadyEvent) -> None:
     except Exception:
         raise
     except BaseException as error:
-        raise RuntimeError(_describe(error)) from error
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - raised by the engine's `__str__`
-        return type(error).__name__
+        raise RuntimeError(describe(error)) from error

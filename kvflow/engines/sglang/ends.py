@@ -8,6 +8,7 @@ consensus of pipeline stages therefore work unchanged.
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome, TransferFailed
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
+from kvflow.engines.containment import contained
 from kvflow.engines.sglang.manager import KvflowKVManager
 
 __all__ = ["KvflowKVReceiver", "KvflowKVSender", "TransferEnd"]
@@ -106,7 +108,7 @@ class TransferEnd:
         )
         self.kv_mgr.fail(self.bootstrap_room, reason)
 
-    def _refuse(self, reason: str | Exception) -> None:
+    def _refuse(self, reason: str) -> None:
         """Fail the request on both sides."""
         self._give_up()
         self.kv_mgr.fail(self.bootstrap_room, reason)
@@ -136,7 +138,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         try:
             self.transfer = self.kv_mgr.rank.send(bootstrap_room)
         except KvflowError as error:
-            self.kv_mgr.fail(bootstrap_room, error)
+            self.kv_mgr.fail(bootstrap_room, str(error))
         else:
             self.kv_mgr.follow(self)
 
@@ -159,6 +161,11 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         super().init(num_kv_indices, aux_index)
         if num_kv_indices < 0:
             self._refuse(f"decode wants tokens from {self._prefix} on, which is behind the end of the prompt")
+
+    @override
+    def send(self, *args: Any, **options: Any) -> None:
+        with contained(self._refuse):
+            super().send(*args, **options)
 
     @override
     def poll(self) -> Any:
@@ -260,7 +267,7 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         try:
             self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
         except KvflowError as error:
-            manager.fail(self.bootstrap_room, error)
+            manager.fail(self.bootstrap_room, str(error))
         else:
             manager.follow(self)
 
@@ -286,13 +293,10 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
             return
         pools = self.kv_mgr.pools
         self._metadata_row = -1 if aux_index is None else aux_index
-        try:
+        with contained(self._refuse):
             tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices))
             pages = pools.pages(kv_indices) | pools.state_pages(tokens, state_indices)
             self.transfer.grant(tokens=tokens, pages=pages)
-        except Exception as error:  # noqa: BLE001 - what SGLang's arrays raise concerns this request alone
-            self._refuse(error)
-        else:
             self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
 
     @override
@@ -304,11 +308,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     def _succeed(self) -> None:
         if self.transfer is None:
             return
-        try:
+        with contained(partial(self.kv_mgr.fail, self.bootstrap_room)):
             self.kv_mgr.metadata.write(self._metadata_row, self.transfer.result().metadata)
-        except (KvflowError, ValueError) as error:
-            self.kv_mgr.fail(self.bootstrap_room, error)
-        else:
             super()._succeed()
 
     @override

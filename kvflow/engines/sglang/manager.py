@@ -191,14 +191,12 @@ class KvflowKVManager(CommonKVManager):
         if not held:
             del self._held[end.bootstrap_room]
 
-    def fail(self, room: int, reason: str | Exception) -> None:
+    def fail(self, room: int, reason: str) -> None:
         """Fail a room, unless it has failed already or is over."""
         if self.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
             return
-        if isinstance(reason, Exception) and not isinstance(reason, kvflow.KvflowError):
-            reason = f"{type(reason).__name__}: {reason}"
         with self.failure_lock:
-            self.failure_records.setdefault(room, shorten(str(reason)))
+            self.failure_records.setdefault(room, shorten(reason))
         self.update_status(room, KVPoll.Failed)
 
     @override
@@ -229,26 +227,24 @@ class KvflowKVManager(CommonKVManager):
         wait_event: Any = None,
         **_: Any,
     ) -> None:
-        """Send a chunk; if it does not fit, fail its room.
+        """Send a chunk, for `KvflowKVSender.send`, which fails the request if it does not fit.
 
         SGLang computes further chunks without polling the request. If the request has failed meanwhile and nothing is
         held for it, the chunk is dropped, and the next poll reports the failure.
+
+        Raises:
+            BaseException: The chunk does not fit, or whatever SGLang's arrays raise.
         """
         held = self._held.get(bootstrap_room)
         if not held:
             return
         sender: Any = held[-1]
         first = index_slice.start
-        try:
-            if is_last_chunk:
-                row = -1 if aux_index is None else aux_index
-                sender.offer_last(first, kv_indices, state_indices, metadata_row=row, ready=wait_event)
-            else:
-                sender.offer(first, kv_indices, ready=wait_event)
-        except Exception as error:  # noqa: BLE001 - what SGLang's arrays raise concerns this request alone
-            sender.transfer.abort()
-            self.fail(bootstrap_room, error)
-            return
+        if is_last_chunk:
+            row = -1 if aux_index is None else aux_index
+            sender.offer_last(first, kv_indices, state_indices, metadata_row=row, ready=wait_event)
+        else:
+            sender.offer(first, kv_indices, ready=wait_event)
         if self.request_status.get(bootstrap_room) == KVPoll.WaitingForInput:
             self.update_status(bootstrap_room, KVPoll.Transferring)
 

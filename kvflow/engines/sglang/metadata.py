@@ -1,6 +1,7 @@
 """SGLang's metadata buffers (first token, logprobs, ...) as bytes sent with a transfer."""
 
 import ctypes
+import operator
 import os
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ class MetadataRows:
         Raises:
             LocalProtocolError: There are no such rows.
         """
-        self._check(index)
+        index = self._check(index)
         return b"".join([buffer[row * index : row * (index + 1)] for buffer, row in self._buffers])
 
     def write(self, index: int, data: bytes) -> None:
@@ -46,7 +47,7 @@ class MetadataRows:
             LocalProtocolError: There are no such rows.
             ValueError: The other side has different buffers.
         """
-        self._check(index)
+        index = self._check(index)
         if len(data) != self.num_bytes:
             raise ValueError(f"metadata has {len(data)} bytes, and the buffers of this side {self.num_bytes}")
         start = 0
@@ -54,9 +55,11 @@ class MetadataRows:
             buffer[row * index : row * (index + 1)] = data[start : start + row]
             start += row
 
-    def _check(self, index: int) -> None:
+    def _check(self, index: int) -> int:
+        index = operator.index(index)  # once, so that the row that is checked is the one that is used
         if not 0 <= index < self._count:
             raise LocalProtocolError("metadata buffers have no such row", index=index, rows=self._count)
+        return index
 
 
 def _check_readable(addresses: Sequence[int], lengths: Sequence[int]) -> None:

@@ -1,6 +1,8 @@
 """The decode end: receives prompts that another manager has computed, and continues from them."""
 
+import operator
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +12,7 @@ from typing_extensions import override
 import kvflow
 from kvflow import KvflowError, LocalProtocolError, Outcome, PlanError
 from kvflow.blocking import BlockingReceiver, DecodeRank
+from kvflow.engines.containment import contained
 from kvflow.engines.transformers.engine import End
 from kvflow.engines.transformers.metadata import read_first_token
 
@@ -87,21 +90,25 @@ class DecodeManager(End[DecodeRank]):
             LocalProtocolError: The room is in use or not a string, or the rank or the manager accepts no requests.
         """
         self.engine.check_accepts(logit_processor_kwargs)
-        self._check_fits(input_ids)
+        tokens = list(map(operator.index, input_ids))  # whatever they raise concerns this caller alone
+        self._check_fits(tokens)
         settings = self.engine.manager.generation_config
+        eos = settings.eos_token_id if eos_token_id is None else eos_token_id
         receiver = self.rank.announce(prefill=ticket, timeout_s=timeout_s)
         room = receiver.room
-        if not isinstance(room, str) or self.has(room) or self.engine.has(room):
-            receiver.abort()
-            raise LocalProtocolError("room is in use or no string", room=room)
-        state = RequestState(
-            request_id=room,
-            initial_tokens=list(input_ids),
-            max_new_tokens=settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            eos_token_id=settings.eos_token_id if eos_token_id is None else eos_token_id,
-            streaming=streaming,
-            logit_processor_kwargs=logit_processor_kwargs,
-        )
+        with ExitStack() as stack:
+            stack.callback(receiver.abort)
+            if not isinstance(room, str) or self.has(room) or self.engine.has(room):
+                raise LocalProtocolError("room is in use or no string", room=room)
+            state = RequestState(
+                request_id=room,
+                initial_tokens=tokens,
+                max_new_tokens=settings.max_new_tokens if max_new_tokens is None else operator.index(max_new_tokens),
+                eos_token_id=eos if eos is None or isinstance(eos, int) else list(map(operator.index, eos)),
+                streaming=streaming,
+                logit_processor_kwargs=logit_processor_kwargs,
+            )
+            stack.pop_all()
         self._arriving[room] = _Arriving(state, receiver, on_failure)
         self.engine.wake()
         return receiver
@@ -149,11 +156,9 @@ class DecodeManager(End[DecodeRank]):
             engine.free(state.request_id)
             return False
         one.has_blocks = True
-        tables = self._map.last(engine.blocks(state.request_id), one.prefix, num_tokens)
-        try:
+        with contained(lambda reason: one.receiver.abort()):  # `completed` reports it
+            tables = self._map.last(engine.blocks(state.request_id), one.prefix, num_tokens)
             one.receiver.grant(tokens=(one.prefix, num_tokens), pages=tables)
-        except KvflowError:  # it has failed meanwhile, which `completed` reports
-            one.receiver.abort()
         return True
 
     def _arrive(self, one: _Arriving) -> None:

@@ -19,7 +19,8 @@ import os
 import select
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from kvflow import ConfigError, DecodeConfig, LocalProtocolError, Memory, PrefillConfig
 from kvflow.blocking import BlockingReceiver, BlockingSender, DecodeRank, PrefillRank
+from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.transformers.memory import CacheMap
 
@@ -251,21 +253,17 @@ class Engine:
 
     def deliver(self, state: Any) -> None:
         """Deliver the output of a request so far; if its receiver cannot take it, that concerns this request alone."""
-        with _logged(state):
+        with _undelivered_logged(state):
             self.processor.output_router.deliver(state.to_generation_output())
 
     def fail(self, state: Any, error: Exception) -> None:
         """Fail a request, and deliver the failure; see `deliver`."""
-        with _logged(state):
+        with _undelivered_logged(state):
             self.processor.output_router.fail_and_deliver(state, error)
 
 
-@contextmanager
-def _logged(state: Any) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        LOGGER.exception("output of request %s could not be delivered", state.request_id)
+def _undelivered_logged(state: Any) -> AbstractContextManager[None]:
+    return contained(partial(LOGGER.error, "output of request %s could not be delivered: %s", state.request_id))
 
 
 HELD: Final = "__kvflow_held__"

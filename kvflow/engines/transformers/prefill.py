@@ -1,15 +1,18 @@
 """The prefill end: computes prompts, and sends their cache while later chunks are computed."""
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from typing_extensions import override
 
 import kvflow
-from kvflow import KvflowError, LocalProtocolError, Outcome
+from kvflow import LocalProtocolError, Outcome
 from kvflow.blocking import BlockingSender, PrefillRank
-from kvflow.engines.transformers.engine import End
+from kvflow.engines.containment import contained
+from kvflow.engines.transformers.engine import LOGGER, End
 from kvflow.engines.transformers.metadata import FirstToken
 
 __all__ = ["PrefillManager", "Sent"]
@@ -59,7 +62,8 @@ class PrefillManager(End[PrefillRank]):
             LocalProtocolError: The room is not valid or in use, or the rank or the manager accepts no requests.
             ConfigError: A setting of the request is unknown or has the wrong type.
         """
-        if not input_ids:
+        tokens = list(map(operator.index, input_ids))  # whatever they raise concerns this caller alone
+        if not tokens:
             raise LocalProtocolError("prompt is empty", room=room)
         if self.has(room) or self.engine.has(room):
             raise LocalProtocolError("room is in use", room=room)
@@ -69,7 +73,7 @@ class PrefillManager(End[PrefillRank]):
         self._senders[room], self._offered[room] = sender, 0
         accepted = None
         try:
-            accepted = self.engine.add_request(list(input_ids), request_id=room, max_new_tokens=1, **settings)
+            accepted = self.engine.add_request(tokens, request_id=room, max_new_tokens=1, **settings)
         finally:
             if accepted is None:
                 self._withdraw(room)
@@ -110,16 +114,12 @@ class PrefillManager(End[PrefillRank]):
 
     def _offer(self, room: str) -> None:
         """Offer complete blocks only: an incomplete one may still be replaced by an equal block of another request."""
-        state = self.engine.scheduler.active_requests.get(room)
-        start = self._offered[room]
-        stop = self._map.whole(state.current_len()) if state is not None else 0
-        sender = self._senders[room]
-        if stop > start and sender.outcome is Outcome.PENDING:
-            try:
+        state, start, sender = self.engine.scheduler.active_requests.get(room), self._offered[room], self._senders[room]
+        with contained(partial(_abort, sender)):
+            stop = self._map.whole(state.current_len()) if state is not None else 0
+            if stop > start and sender.outcome is Outcome.PENDING:
                 sender.chunk((start, stop), self._map.chunk(self.engine.blocks(room), start, stop))
-            except KvflowError:  # it has failed meanwhile, which `completed` reports
-                return
-            self._offered[room] = stop
+                self._offered[room] = stop
 
     @override
     def fail_all(self, error: Exception) -> None:
@@ -149,10 +149,15 @@ class PrefillManager(End[PrefillRank]):
         return True
 
     def _finish(self, sender: BlockingSender, state: Any, start: int) -> None:
-        num_tokens = state.current_len()
-        first = FirstToken(state.generated_tokens[0], state.logprobs[0] if state.logprobs else None)
-        tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
-        try:
+        with contained(partial(_abort, sender)):
+            num_tokens = state.current_len()
+            first = FirstToken(state.generated_tokens[0], state.logprobs[0] if state.logprobs else None)
+            tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
             sender.finish((start, num_tokens), tables, metadata=first.to_bytes())
-        except KvflowError:  # it has failed meanwhile; there is no other cause
-            sender.abort()
+
+
+def _abort(sender: BlockingSender, reason: str) -> None:
+    """Abort a transfer, unless it has failed meanwhile, which `completed` reports."""
+    if sender.outcome is Outcome.PENDING:
+        LOGGER.warning("kvflow: request %s is not handed over: %s", sender.room, reason)
+        sender.abort()

@@ -7,9 +7,11 @@ orders of its next step.
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from kvflow import KvflowError, Trust
+from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.dialect import (
     NOTHING_KEPT,
@@ -112,13 +114,14 @@ class ConnectorScheduler:
 
     def add(self, request: Any) -> None:
         """Accept a request: both sides start before there are blocks for it."""
-        params = request.kv_transfer_params
-        if self._is_prefill and (withdrawn := withdrawn_room(params)) is not None:
-            self._withdraw(withdrawn)
-        elif self._is_prefill and is_for_decode(params):
-            self._open(request)
-        elif self._is_decode:
-            self._announce(request)
+        with contained(partial(LOGGER.warning, "kvflow: %s is computed here alone: %s", request.request_id)):
+            params = request.kv_transfer_params
+            if self._is_prefill and (withdrawn := withdrawn_room(params)) is not None:
+                self._withdraw(withdrawn)
+            elif self._is_prefill and is_for_decode(params):
+                self._open(request)
+            elif self._is_decode:
+                self._announce(request)
 
     def _open(self, request: Any) -> None:
         """Let decode ranks ask for a request; a prompt that is not given as tokens is not handed over.
@@ -161,13 +164,13 @@ class ConnectorScheduler:
             self._orders.reclaimed[sending.request_id] = True
 
     def _announce(self, request: Any) -> None:
-        """Announce a request to prefill; compute it here if it cannot be taken over."""
+        """Announce a request to prefill; compute it here if it cannot be taken over.
+
+        Raises:
+            KvflowError: The router's parameters are unusable.
+        """
         request_id = request.request_id
-        try:
-            reference = take_reference(request.kv_transfer_params)
-        except KvflowError as error:
-            LOGGER.warning("kvflow: %s is computed here: %s", request_id, error)
-            return
+        reference = take_reference(request.kv_transfer_params)
         if reference is None:
             return
         if not request.prompt_token_ids:
@@ -199,7 +202,8 @@ class ConnectorScheduler:
         self._followers.pop(request_id, None)
         self._shortage.wants_blocks(request_id)
         if request_id in self._announced:
-            return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
+            with contained(partial(LOGGER.warning, "kvflow: %s is computed here: %s", request_id)):
+                return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
@@ -213,13 +217,16 @@ class ConnectorScheduler:
             self._is_here(request_id)
             self._orders.declined.append(request_id)
             return
-        stop = len(request.prompt_token_ids) - 1
-        start = stop - num_elsewhere
-        wanted = [
-            group.blocks_of(table, max(start, group.first_seen(stop)), stop)
-            for group, table in zip(self._groups, blocks, strict=True)
-        ]
-        self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
+        # Without blocks, workers refuse it: vLLM waits until it is told that the request was not received.
+        self._orders.granted[request_id] = GrantOrder(0, num_elsewhere, ())
+        with contained(partial(LOGGER.warning, "kvflow: %s has no usable blocks: %s", request_id)):
+            stop = len(request.prompt_token_ids) - 1
+            start = stop - num_elsewhere
+            wanted = [
+                group.blocks_of(table, max(start, group.first_seen(stop)), stop)
+                for group, table in zip(self._groups, blocks, strict=True)
+            ]
+            self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
 
     def step(self, output: Any) -> StepOrders:
         """Return the orders of a step: decisions since the last one, and the tokens that the step computes."""
@@ -246,13 +253,22 @@ class ConnectorScheduler:
                 continue
             start, stop = sending.sent, min(computed[request_id] + count, sending.stop)
             if stop > start:
-                blocks = output.kv_connector_block_state.get_block_ids(request_id)
-                sending.sent = stop
-                given = self._offered(blocks, start, stop, sending)
-                order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
-                self._orders.chunks[request_id] = order
-                if order.is_last:
-                    self._keep(request_id, self._offered(blocks, 0, stop, sending))
+                with contained(partial(self._lose, sending)):
+                    blocks = output.kv_connector_block_state.get_block_ids(request_id)
+                    self._order_chunk(sending, start, stop, blocks)
+
+    def _order_chunk(self, sending: _Sending, start: int, stop: int, blocks: Sequence[Sequence[int]]) -> None:
+        sending.sent = stop
+        given = self._offered(blocks, start, stop, sending)
+        order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
+        if order.is_last:
+            self._keep(sending.request_id, self._offered(blocks, 0, stop, sending))
+        self._orders.chunks[sending.request_id] = order
+
+    def _lose(self, sending: _Sending, reason: str) -> None:
+        LOGGER.warning("kvflow: %s is not handed over: %s", sending.request_id, reason)
+        sending.is_lost = True
+        self._orders.abandoned.append(sending.request_id)
 
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending

@@ -11,7 +11,8 @@ they are; see `ConnectorScheduler.take_report`.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -20,6 +21,7 @@ import torch
 
 from kvflow import FailureReason, KvflowError, LayersReady, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
+from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.layout import Caches
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
@@ -294,14 +296,24 @@ class ConnectorWorker:
     # Requests --------------------------------------------------------------------------------------------------------
 
     def _begin(self, request_id: str, begin: Callable[[str], BlockingSender | BlockingReceiver]) -> _Move:
-        try:
-            move = _Move(request_id, begin(request_id[:LABEL_LENGTH]))
-        except KvflowError as error:
-            LOGGER.warning("kvflow: %s does not move: %s", request_id, error)
+        move = _Move(request_id, None)
+        with self._contained(move, "does not move"):
+            move.transfer = begin(request_id[:LABEL_LENGTH])
+            self._moves[move.transfer] = move
+        if move.is_decided:
             self._report.lost.append(request_id)
-            return _Move(request_id, None)
-        self._moves[move.transfer] = move
         return move
+
+    @contextmanager
+    def _contained(self, move: _Move, what: str) -> Iterator[None]:
+        """Abort a request if the block raises; see `contained`."""
+
+        def fail(reason: str) -> None:
+            LOGGER.warning("kvflow: %s %s: %s", move.request_id, what, reason)
+            move.abort()
+
+        with contained(fail):
+            yield
 
     def _send(
         self, request_id: str, order: ChunkOrder, *, ready: Any = None, gates: Mapping[str, Gate] | None = None
@@ -309,7 +321,6 @@ class ConnectorWorker:
         move = self._sending.get(request_id)
         if move is None:
             return
-        move.note(order.blocks)
         move.is_offered = order.is_last
         if not isinstance(move.transfer, BlockingSender):
             return
@@ -317,22 +328,16 @@ class ConnectorWorker:
         offer = move.transfer.chunk
         if order.is_last:
             offer = partial(move.transfer.finish, metadata=order.prompt.encode())
-        try:
+        with self._contained(move, "is not sent"):
+            move.note(order.blocks)
             offer((order.start, order.stop), self._caches.pages(order.blocks, order.stop), ready=ready, layers=layers)
-        except KvflowError as error:
-            LOGGER.warning("kvflow: tokens of %s are not sent: %s", request_id, error)
-            move.abort()
 
     def _grant(self, move: _Move, order: GrantOrder) -> None:
         if not isinstance(move.transfer, BlockingReceiver):
             return
-        try:
-            move.transfer.grant(tokens=(order.start, order.stop), pages=self._caches.pages(order.blocks, order.stop))
-        except KvflowError as error:
-            LOGGER.warning("kvflow: %s is not received: %s", move.request_id, error)
-            move.abort()
-        else:
+        with self._contained(move, "is not received"):
             move.note(order.blocks)
+            move.transfer.grant(tokens=(order.start, order.stop), pages=self._caches.pages(order.blocks, order.stop))
 
     def _over(self, move: _Move, *, is_awaited: bool) -> None:
         """Handle the end of a request in vLLM: let it move on to decode if all of it was computed, else abort it."""

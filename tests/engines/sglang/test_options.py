@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.engines.raising import ERRORS, name_of
 from tests.engines.sglang.test_plugin import run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(200)]
@@ -192,18 +193,47 @@ def test_request_whose_indices_or_address_are_nonsense_fails_alone() -> None:
     """Its reason goes into SGLang's log, so it is short."""
     found = answer("""
 from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+from tests.engines.raising import ERRORS, Raising
 side = sides.Side("decode", "mha", free_port())
-class Lying:
-    def __len__(self):
-        raise ZeroDivisionError("on purpose")
-kind, found = get_kv_class(TransferBackend("kvflow"), KVClassType.RECEIVER), []
-for room, host, indices in ((1, "h" * 5_000_000, []), (2, "nowhere", Lying())):
-    end = kind(mgr=side.managers[0], bootstrap_addr=host, bootstrap_room=room)
-    end.transfer = None if room == 1 else side.managers[0].rank.announce(room, prefill=Endpoint("127.0.0.1", 9))
-    side.managers[0].update_status(room, 1)
-    end.send_metadata(indices, 3)
+kind, found, manager = get_kv_class(TransferBackend("kvflow"), KVClassType.RECEIVER), [], side.managers[0]
+def receive(room, host, indices, row):
+    end = kind(mgr=manager, bootstrap_addr=host, bootstrap_room=room)
+    end.transfer = manager.rank.announce(room, prefill=Endpoint("127.0.0.1", 9)) if room else None
+    manager.update_status(room, 1)
+    end.send_metadata(indices, row)
+    return end
+found.append(sides.reason_of(receive(0, "h" * 5_000_000, [], 3)))
+for room, error in enumerate(ERRORS, 1):
+    found.append(sides.reason_of(receive(room, "nowhere", Raising(error), 3)))
+for room, error in enumerate(ERRORS, 11):  # all of it has arrived, but there is no row for the metadata
+    end = receive(room, "nowhere", [1], Raising(error))
+    class Arrived:
+        def result(self):
+            return self
+        metadata = b""
+    transfer, end.transfer = end.transfer, Arrived()
+    end._succeed()
+    end.transfer = transfer
     found.append(sides.reason_of(end))
+side.close()
 """)
     assert "no prefill server" in found[0]
     assert len(found[0]) < 1_000
-    assert "ZeroDivisionError" in found[1]
+    assert all(name_of(error) in reason for error, reason in zip(ERRORS * 2, found[1:], strict=True))
+
+
+def test_prompt_whose_indices_or_row_are_nonsense_fails_alone() -> None:
+    found = answer("""
+from tests.engines.raising import ERRORS, Raising
+side, found = sides.Side("prefill", "mha", free_port()), []
+manager = side.managers[0]
+for room, error in enumerate(ERRORS, 1):
+    for number, (indices, row) in enumerate(((Raising(error), 5), (sides.np.array([1]), Raising(error)))):
+        other, end = side.end(0, 100 * room + number), side.end(0, 10 * room + number)
+        end.init(1, row)
+        end.send(indices, None, num_kv_tokens=1)
+        found.append([sides.reason_of(end), other.poll() == sides.KVPoll.Bootstrapping])
+side.close()
+""")
+    names = [name_of(error) for error in ERRORS for _ in range(2)]
+    assert all(name in reason and is_undisturbed for name, (reason, is_undisturbed) in zip(names, found, strict=True))
