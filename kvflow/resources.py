@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +28,9 @@ __all__ = [
     "descriptors",
     "find_shortage",
     "limit_of",
-    "limits_of_pinning",
+    "pinning_facts",
     "report_accept_shortages",
+    "shared_memory_facts",
     "with_shortage",
 ]
 
@@ -89,18 +89,19 @@ def limit_of(name: str) -> str:
     return f"{name} is {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
 
 
-def limits_of_pinning() -> str:
-    """Return the finite limits, in bytes, that memory which is pinned or shared with processes of this host may meet.
+def pinning_facts() -> dict[str, object]:
+    """Return what may forbid pinning memory, for an error; nothing if it is unlimited."""
+    limit = limit_of("RLIMIT_MEMLOCK")
+    return {} if not limit or limit.endswith("unlimited") else {"limit": f"{limit} bytes (raise it: ulimit -l)"}
 
-    Empty if there are none.
-    """
-    found = []
-    if (limit := limit_of("RLIMIT_MEMLOCK")) and "unlimited" not in limit:
-        found.append(f"{limit} bytes (raise it: ulimit -l)")
-    with suppress(OSError):  # not every system has it
-        shared = os.statvfs(SHARED_MEMORY)
-        found.append(f"{SHARED_MEMORY} has {shared.f_bavail * shared.f_frsize} bytes free")
-    return ", ".join(found)
+
+def shared_memory_facts() -> dict[str, object]:
+    """Return how much shared memory is free, for an error; nothing where it is unknown."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return {}
+    return {"shared_memory": f"{SHARED_MEMORY} has {found.f_bavail * found.f_frsize} bytes free"}
 
 
 def check_threads(number: int) -> None:

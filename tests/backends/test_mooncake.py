@@ -4,12 +4,14 @@ import asyncio
 import gc
 import importlib.metadata
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -25,6 +27,7 @@ from kvflow.backends.mooncake import backend as mooncake_backend
 from kvflow.backends.mooncake.address import EndpointAddress
 from kvflow.backends.mooncake.library import BUILDS
 from kvflow.errors import BackendError, BackendUnavailable, ConfigError, RegistrationError
+from kvflow.geometry import MemoryRange
 from kvflow.testing.buffers import HostBuffer
 from kvflow.testing.endpoints import open_endpoint
 from tests.backends.endpoints import copies, fresh_name, make_layout, open_backend, open_bare, open_endpoints, same
@@ -164,6 +167,23 @@ async def test_memory_that_the_engine_has_registered_itself_is_refused() -> None
         assert caught.value.values["code"] == engine.OVERLAP
         with pytest.raises(BackendError):
             backend.metadata()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+async def test_memory_that_is_refused_is_named_with_the_limit_where_it_would_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, *, pins: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    async with MooncakeBackend() as backend:
+        await open_bare(backend)
+        assert backend._agent is not None
+        one = backend._agent._target
+        monkeypatch.setattr(one, "_is_tcp", not pins)
+        monkeypatch.setattr(one, "_native", SimpleNamespace(batch_register_memory=lambda *_: -1))
+        with pytest.raises(RegistrationError, match="num_bytes=64") as caught:
+            one.register([MemoryRange(4096, 64)])
+        monkeypatch.undo()
+    assert ("RLIMIT_MEMLOCK is 4096 bytes" in str(caught.value)) == pins
 
 
 async def test_opening_can_be_cancelled() -> None:

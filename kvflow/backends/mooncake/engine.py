@@ -21,7 +21,7 @@ from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress,
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryRange
-from kvflow.resources import limits_of_pinning
+from kvflow.resources import pinning_facts
 
 __all__ = ["MooncakeEngine", "WritingEngine", "start_native"]
 
@@ -199,7 +199,7 @@ class MooncakeEngine(WritingEngine):
                 detail=REGISTRATION_ERRORS.get(code, "unknown"),
                 ranges=[(hex(item.address), item.length) for item in ranges[:4]],
                 num_bytes=sum(lengths),
-                **({} if self._is_tcp or code == OVERLAP else {"limits": limits_of_pinning()}),  # TCP pins nothing
+                **({} if self._is_tcp or code == OVERLAP else pinning_facts()),  # TCP pins nothing
             )
         self._addresses += addresses
 
@@ -284,7 +284,8 @@ def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
             ) from error
         if code == 0:
             return native
-    raise BackendUnavailable("Mooncake could not start an engine", code=code, **vars(settings))
+    facts = vars(settings) if settings.protocol == "tcp" else vars(settings) | pinning_facts()
+    raise BackendUnavailable("Mooncake could not start an engine", code=code, **facts)
 
 
 def _require_rdma(native: Any, settings: EngineSettings) -> None:

@@ -11,7 +11,7 @@ from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryKind
-from kvflow.resources import limits_of_pinning
+from kvflow.resources import pinning_facts, shared_memory_facts
 
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 
@@ -177,7 +177,7 @@ def _explain(agent: Any, rows: list[Row], kind: MemoryKind, error: RegistrationE
     num_bytes = sum(length for _, length, _, _ in rows)
     facts = {"memory_kind": kind, "ranges": len(rows), "num_bytes": num_bytes, **which, **error.values}
     if kind == "DRAM":
-        facts["limits"] = limits_of_pinning()
+        facts |= pinning_facts()
     return RegistrationError(error.message, **facts)
 
 
@@ -191,6 +191,7 @@ def _start(api: Any, name: str, *, plugin: str, plugin_options: dict[str, str]) 
             plugin=plugin,
             options=plugin_options,
             detail=error_text(error),
-            limits=limits_of_pinning(),
+            **pinning_facts(),
+            **shared_memory_facts(),
         ) from error
     return agent
