@@ -13,8 +13,10 @@ import pytest
 
 from kvflow.aio.pulse import PULSE_S, Pulse
 from kvflow.errors import Stage
+from kvflow.resources import RESERVED
 from tests.observe.lines import printed
 from tests.support.instances import deploy
+from tests.support.slow import slow_except
 from tests.support.waiting import until
 
 ROOT: Final = Path(__file__).parents[2]
@@ -230,7 +232,7 @@ def test_an_http_port_that_cannot_accept_is_one_line() -> None:
 
 
 @linux
-@pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize("left", slow_except([0, 2], range(RESERVED + 1)))
 def test_first_contact_has_its_descriptors_and_later_ones_name_the_limit(left: int) -> None:
     (first, *later), anomalies = run(USE, str(left))
     assert first == ["success", ""]
