@@ -1,7 +1,9 @@
 """Both sides of the vLLM connector over NIXL, driven step by step as vLLM drives them, without vLLM."""
 
 import json
+import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -92,6 +94,7 @@ class Server:
         told: Ids that the worker has reported to vLLM.
         awaited: Ids whose end vLLM waits for.
         num_held: Blocks that are held until they are safe, as metrics count them.
+        num_shown: `num_held` when vLLM last asked for metrics: after `get_transfer_results`, before the report.
     """
 
     def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
@@ -116,7 +119,7 @@ class Server:
             self.scheduler.know_worker(self.ranks.ticket)
         self.told = Results()
         self.awaited: set[str] = set()
-        self.num_held = 0
+        self.num_held = self.num_shown = 0
 
     def _count_blocks(self, held: int, freed: int) -> None:
         self.num_held += held - freed
@@ -150,7 +153,9 @@ class Server:
             self.worker.layer_saved(f"layer{layer}")
         self.worker.receive(orders)
         self.worker.saved(orders)
-        self._take(self.worker.take_results(finished), self.worker.take_report())
+        results = self.worker.take_results(finished)
+        self.num_shown = self.num_held
+        self._take(results, self.worker.take_report())
 
     def _tables(self, blocks: Sequence[Any]) -> list[list[int]]:
         return [list(table) for table in (blocks if isinstance(blocks[0], list) else [blocks])]
@@ -417,6 +422,31 @@ def test_preempted_and_read_for_too_long_and_aborted(
     assert not source.told.sent
 
 
+def test_preemption_waits_for_10_ms_at_most(pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop is busy, so nothing proves that the pages are quiet."""
+    source, _ = pair
+    source.scheduler.add(asked("p", {"do_remote_decode": True}))
+    source.step({"p": (0, 6, PREFILL)})
+    sender, may_go_on, waits = source.worker._sending["p"].transfer, threading.Event(), list[float]()
+    assert isinstance(sender, BlockingSender)
+
+    def wait_any(timeout_s: float) -> list[Any]:
+        waits.append(timeout_s)
+        return []
+
+    blocked = sender._rank.ask(lambda _: may_go_on.wait(60))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(source.ranks, "wait_any", wait_any)
+            patch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 1_000 + math.fsum(waits)))
+            source.worker.preempt(StepOrders(preempted=["p"]))
+        assert math.fsum(waits) == pytest.approx(0.01)
+    finally:
+        may_go_on.set()
+    assert blocked.result()
+    assert sender.wait(20.0) is Outcome.ABORTED
+
+
 @pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
 def test_decode_never_comes(pair: tuple[Server, Server]) -> None:
     source, _ = pair
@@ -645,15 +675,17 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.step(finished=["d"])
     target.until(lambda: "d" in target.told.received)
     assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
+    assert target.num_shown == len(DECODE)  # in the step that tells vLLM of the end
     assert target.scheduler.awaits_proof  # keeps vLLM stepping although it has no request
     monkeypatch.undo()
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
     move.transfer.until_safe(10.0)
     target.worker._apply_updates([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
-    target.step()
+    while target.scheduler.awaits_proof:  # an idle server takes no other steps
+        target.step()
+    assert target.num_shown == 0
     assert not any(target.pool.holders)
-    assert not target.scheduler.awaits_proof
 
 
 def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
