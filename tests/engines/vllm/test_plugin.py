@@ -5,17 +5,23 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.worker import kv_connector_model_runner_mixin
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvflow import ConfigError, FailureReason, Outcome
 from kvflow.engines.vllm import connector
+from kvflow.engines.vllm.connector import KvflowConnector
 from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options
+from kvflow.engines.vllm.worker import _Move
+from tests.engines.test_vllm_adapter import DECODE, PREFILL, asked, begin_decode, reply_of, scheduled, servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
@@ -34,6 +40,46 @@ def test_connector_is_found_by_its_name() -> None:
 
 def ended(reason: FailureReason) -> SimpleNamespace:
     return SimpleNamespace(outcome=Outcome.FAILED, failure=SimpleNamespace(reason=reason))
+
+
+def test_counters_are_right_in_the_step_that_vllm_is_told_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM itself calls the connector. A server that is idle afterwards has said all there is."""
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: None)
+    with servers() as (source, target):
+        source.scheduler.add(asked("p", {"do_remote_decode": True}))
+        source.step({"p": (0, 6, PREFILL)})
+        begin_decode(target, reply_of(source))
+        target.until(lambda: all(move.transfer and move.blocks for move in target.worker._receiving.values()))
+        stats, called = Stats(), KvflowConnector.__new__(KvflowConnector)
+        called._stats, called._worker, called._connector_metadata = stats, target.worker, None
+        monkeypatch.setattr(target.worker, "_on_blocks", stats.note_blocks)
+        monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: called)
+
+        def step(*finished: str) -> Any:
+            orders = target.scheduler.step(scheduled({}))
+            given = SimpleNamespace(kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids={*finished})
+            with KVConnectorModelRunnerMixin._get_kv_connector_output(given) as output:
+                pass
+            if output.kv_connector_worker_meta is not None:
+                target.scheduler.take_report(output.kv_connector_worker_meta)
+            return output
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Move, "is_safe", property(lambda _: False))
+            output = step("d")
+            while not output.finished_recving:
+                output = step()
+        assert output.kv_connector_stats.data["kvflow_held_blocks"] == [len(DECODE)]
+        freed = list[int]()
+        move = next(iter(target.worker._moves.values()))
+        assert move.transfer is not None
+        move.transfer.until_safe(10.0)
+        monkeypatch.setattr(target.ranks, "completed", lambda: [SimpleNamespace(transfer=move.transfer)])
+        while target.scheduler.awaits_proof:
+            output = step()
+            freed += output.kv_connector_stats.data["kvflow_freed_blocks"] if output.kv_connector_stats else []
+        assert freed == [len(DECODE)]
+        assert stats.is_empty()
 
 
 def test_series_are_filled() -> None:
