@@ -17,10 +17,11 @@ __all__ = ["REFUSED", "ROWS", "State", "StateBuffers", "describe_state"]
 REFUSED: Final = {
     "swa_ring": "only DeepSeek V4 has it, whose pools mix items of several layouts in one list",
     "c128_state": "only DeepSeek V4 has it, whose pools mix items of several layouts in one list",
+    "request_row": "only the draft model of DeepSeek V4 has it, whose pools are not moved",
 }
 """Kinds of state that SGLang 0.5.23 has and kvflow does not move, with the reason."""
 
-ROWS: Final = {"dsa_tail": 6, "qsa_pending": 1, "request_row": 1}
+ROWS: Final = {"dsa_tail": 6, "qsa_pending": 1}
 """Kinds with one row per request, and how many indices SGLang gives for it; the first is the row. The others of
 `dsa_tail` name the live part of its ring; the whole ring is moved, so both sides need rings of the same size."""
 

@@ -85,5 +85,6 @@ def test_states_whose_content_is_not_known_need_equal_tp_sizes(pair: Deployment,
 def test_other_rows_of_metadata_are_refused_before_anything_is_sent(pair: Deployment) -> None:
     """Of `--disaggregation-enable-kv-checksum` on one side, for example."""
     pair.open("mha", {}, {"has_checksum": True})
-    _, received = pair.both("transfer", room=pair.room(), tokens=70, timeout_s=2)
-    assert "fingerprint" in received["reasons"][0]
+    sent, received = pair.both("transfer", room=pair.room(), tokens=70, timeout_s=20)
+    for side in (sent, received):
+        assert "fingerprint" in side["reasons"][0]
