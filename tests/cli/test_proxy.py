@@ -371,6 +371,33 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             await stream.aclose()
 
 
+@pytest.mark.parametrize("hangs", ["prefill", "decode"])
+async def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, hangs: str) -> None:
+    """It answers nothing within the time for an answer."""
+    monkeypatch.setattr(application, "ANSWER", aiohttp.ClientTimeout(sock_read=0.1))
+    servers = {"prefill": FakeServer(TICKET), "decode": FakeServer()}
+    servers[hangs].awaited = anyio.Event()
+    async with (
+        deployed(**servers) as (client, url),
+        client.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer,
+    ):
+        assert answer.status == 502
+        assert f"{servers[hangs].url}/v1/completions does not answer" in await answer.text()
+
+
+async def test_decode_that_hangs_in_the_middle_is_an_error_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "ANSWER", aiohttp.ClientTimeout(sock_read=0.1))
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    decode.is_slow = True
+    async with (
+        deployed(prefill, decode) as (client, url),
+        client.post(f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as answer,
+    ):
+        assert "ended in the middle" in await answer.text()
+    with anyio.fail_after(20):
+        await decode.left.wait()
+
+
 async def test_health_of_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "HEALTH", aiohttp.ClientTimeout(0.1))
     prefill, decode = FakeServer(TICKET), FakeServer()

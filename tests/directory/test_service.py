@@ -13,7 +13,7 @@ import pytest
 from kvflow.control import dialer
 from kvflow.directory import Directories, Registry, RegistryClient, client, service
 from kvflow.errors import ConfigError, LocalProtocolError, Unreachable
-from kvflow.gate import shares
+from kvflow.gate import rates, shares
 from kvflow.gate.rates import ListenerGate
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
@@ -373,6 +373,37 @@ async def test_records_that_are_too_long_for_an_answer_are_said_to_be_so(monkeyp
             answer = await ask(asker, Lookup(instance="prefill", timeout_s=9.0, number=5))
         assert answer == Records(instance="prefill", records=(), number=5)
         assert registry._anomalies.counts["answer_too_long"] == 1
+
+
+async def test_who_asks_for_too_many_records_is_answered_later_and_others_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = record()
+    monkeypatch.setattr(rates, "ANSWER_BYTES", rates.Budget(2 * sealed().num_bytes, 0))
+    async with Registry() as registry:
+        with (
+            client_of(registry.endpoint, mine),
+            closing(Client(registry.endpoint)) as asker,
+            closing(Client(registry.endpoint)) as other,
+        ):
+            await until(lambda: registry._directory.table.num_ranks)
+            lookup = Lookup(instance="prefill", timeout_s=9.0)
+            for _ in range(2):
+                assert await ask(asker, lookup) == Records(instance="prefill", records=(mine,))
+            asker.send(encode(lookup))
+            await until(lambda: registry._anomalies.postponed.get("lookup_over_budget") == 1)
+            assert await ask(other, lookup) == Records(instance="prefill", records=(mine,))
+        assert not registry._anomalies.counts, "it is honest"
+
+
+async def test_a_registry_that_sends_too_many_records_costs_no_time_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "RECORDS_BYTES", rates.Budget(0, 0))
+    many = Records(instance="prefill", records=tuple(record(engine_rank=rank, num_ranks=99) for rank in range(99)))
+    with closing(Server()) as server, client_of(server.endpoint) as seeker:
+        seeker.client.look_up("prefill")
+        name, _ = await server.receive()
+        server.send(name, encode(many))
+        server.send(name, encode(Records(instance="prefill", records=(record(),))))
+        assert await seeker.next() == ("prefill", (record(),))
+        assert seeker.client._context.anomalies.postponed == {"records_over_budget": 1}
 
 
 async def test_asker_that_has_left_holds_up_nobody() -> None:

@@ -65,6 +65,14 @@ def test_a_sender_changes_no_verdict_about_another_principal(events: list[Arriva
     assert amid == judge(alone, 1)
 
 
+def test_records_are_told_to_each_principal_within_its_own_budget() -> None:
+    gate, most = ListenerGate(NAMES.__getitem__), rates.ANSWER_BYTES.at_once
+    assert gate.may_tell(b"a1", most, 0.0) == ACCEPTED
+    assert gate.may_tell(b"a2", 1, 0.0) == Verdict(Action.POSTPONE, "lookup_over_budget")
+    assert gate.may_tell(b"b1", most, 0.0) == ACCEPTED
+    assert gate.may_tell(b"a2", 1, 1.0) == ACCEPTED
+
+
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 8), st.integers(1, 12)), max_size=40))
 def test_what_was_spent_never_exceeds_what_there_was(wishes: list[tuple[str, int, int]]) -> None:
     """The oracle simulates every second: refill, then spend."""
