@@ -682,8 +682,7 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     assert move.transfer is not None
     move.transfer.until_safe(10.0)
     target.worker._apply_updates([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
-    while target.scheduler.awaits_proof:  # an idle server takes no other steps
-        target.step()
+    target.until(lambda: not target.scheduler.awaits_proof)  # an idle server takes no other steps
     assert target.num_shown == 0
     assert not any(target.pool.holders)
 

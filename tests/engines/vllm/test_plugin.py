@@ -43,7 +43,7 @@ def ended(reason: FailureReason) -> SimpleNamespace:
 
 
 def test_counters_are_right_in_the_step_that_vllm_is_told_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM itself calls the connector. A server that is idle afterwards has said all there is."""
+    """The calls are those of vLLM itself. A server that is idle afterwards has said all there is."""
     monkeypatch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: None)
     with servers() as (source, target):
         source.scheduler.add(asked("p", {"do_remote_decode": True}))
