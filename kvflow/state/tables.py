@@ -250,6 +250,8 @@ class RankSignal(enum.StrEnum):
     """It is silent, and proves nothing for now."""
     FENCED = "fenced"
     """Its incarnation has ended, and there is proof that none of its writes can still land."""
+    DOUBTED = "doubted"
+    """The bytes are not those that it has sent, so its notices prove nothing: one may have overtaken its bytes."""
 
 
 class RankState(enum.StrEnum):
@@ -262,7 +264,7 @@ class RankState(enum.StrEnum):
     DRAINED = "drained"
     """It can no longer write, although not everything was written."""
     LOST = "lost"
-    """It is silent or has left, and has proved nothing."""
+    """It is silent, has left, or its notices are wrong; it has proved nothing."""
 
 
 QUIET: Final = frozenset({RankState.COMPLETE, RankState.DRAINED})
@@ -275,8 +277,10 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
         (RankState.WRITING, RankSignal.DRAINED): RankState.DRAINED,
         (RankState.WRITING, RankSignal.LOST): RankState.LOST,
         (RankState.WRITING, RankSignal.FENCED): RankState.DRAINED,
+        (RankState.WRITING, RankSignal.DOUBTED): RankState.WRITING,
         # A complete rank has nothing left to write; neither its drain nor its end changes anything.
         **{(RankState.COMPLETE, signal): RankState.COMPLETE for signal in RankSignal},
+        (RankState.COMPLETE, RankSignal.DOUBTED): RankState.LOST,
         # A drained rank promised to write nothing more; a notice that was in flight does not undo the drain.
         **{(RankState.DRAINED, signal): RankState.DRAINED for signal in RankSignal},
         # A lost rank may only have been partitioned: late proofs still count.
@@ -285,6 +289,7 @@ RANK: Final[Mapping[tuple[RankState, RankSignal], RankState]] = MappingProxyType
         (RankState.LOST, RankSignal.DRAINED): RankState.DRAINED,
         (RankState.LOST, RankSignal.LOST): RankState.LOST,
         (RankState.LOST, RankSignal.FENCED): RankState.DRAINED,
+        (RankState.LOST, RankSignal.DOUBTED): RankState.LOST,
     }
 )
 

@@ -108,7 +108,10 @@ async def test_a_changed_byte_fails_both_sides_and_is_named() -> None:
 @pytest.mark.host_memory
 @pytest.mark.parametrize("digest", [False, True], ids=["unnoticed without digests", "found by digests"])
 async def test_a_notice_that_overtakes_its_bytes(digest: bool) -> None:
-    """Transports promise that none does (`Capabilities.in_band_notices`)."""
+    """Transports promise that none does (`Capabilities.in_band_notices`).
+
+    When digests differ, notices are no proof any more, and the pages wait for the end of the write.
+    """
     async with deploy() as deployment:
         (faults,) = deployment.faults
         faults.plan.append("overtake")
@@ -133,7 +136,9 @@ async def test_a_notice_that_overtakes_its_bytes(digest: bool) -> None:
             assert failures == [FailureReason.CORRUPT] * digest
             with pytest.raises(AssertionError):
                 request.assert_arrived()
+            assert (receiver.memory is Memory.QUARANTINED) is digest
             faults.release()
+        await until(lambda: receiver.memory is Memory.SAFE)
         request.assert_arrived()
 
 

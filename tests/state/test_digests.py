@@ -6,7 +6,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import DecodeEffect, PlanPiece, PostPlan, VerifyDigests
-from kvflow.wire.messages import Ack, Cancel, Failure, Goodbye, Grant, Notice, PeerId
+from kvflow.wire.messages import Ack, Cancel, Drained, Failure, Goodbye, Grant, Notice, PeerId
 from tests.support.cores import ABORTED, DECODE, PREFILL, DecodeDriver, PrefillDriver, grant, messages, peer, reports
 from tests.support.receiving import ROOM, request
 from tests.support.sending import DELIVERY, chunk
@@ -84,15 +84,26 @@ def test_success_is_said_after_the_comparison_only(verifying: DecodeDriver) -> N
     assert [to for to, _ in messages(answer(verifying), Ack)] == [PREFILL, OTHER]
 
 
-def test_a_difference_fails_the_transfer_and_its_pages_are_safe(verifying: DecodeDriver) -> None:
+def drain(core: DecodeDriver, *senders: PeerId) -> list[DecodeEffect]:
+    """Let ranks say that they can write nothing more; return the effects of the last message."""
+    effects: list[DecodeEffect] = []
+    for sender in senders:
+        drained = Drained(room=ROOM, generation=GENERATION, engine_rank=sender.rank.engine_rank)
+        effects = core.hear(sender, drained)
+    return effects
+
+
+def test_a_difference_fails_the_transfer_and_its_notices_prove_nothing(verifying: DecodeDriver) -> None:
+    """A notice may have overtaken its bytes, so its rank must say that nothing more comes."""
     effects = answer(verifying, CORRUPT)
-    assert reports(effects) == [("failed", "draining"), ("failed", "safe")]
+    assert reports(effects) == [("failed", "draining")]
     cancels = messages(effects, Cancel)
     assert [(to, message.failure) for to, message in cancels if isinstance(message, Cancel)] == [
         (PREFILL, CORRUPT),
         (OTHER, CORRUPT),
     ]
     assert messages(effects, Ack) == []
+    assert reports(drain(verifying, PREFILL, OTHER)) == [("failed", "safe")]
     assert not verifying.core.rooms.rooms
 
 
@@ -102,11 +113,14 @@ def test_pages_are_held_until_a_comparison_that_nobody_wants_any_more_has_ended(
     assert not verifying.core.rooms.rooms
 
 
-def test_a_difference_that_is_found_too_late_changes_nothing(verifying: DecodeDriver) -> None:
+def test_a_difference_that_is_found_too_late_changes_no_outcome(verifying: DecodeDriver) -> None:
+    """What the ranks have said until then proves nothing, so they are asked again."""
     verifying(ev.ReceiveAborted(ROOM, ABORTED))
+    assert drain(verifying, PREFILL, OTHER) == []
     effects = answer(verifying, CORRUPT)
-    assert reports(effects) == [("aborted", "safe")]
-    assert messages(effects, Cancel) == []
+    assert reports(effects) == []
+    assert [to for to, _ in messages(effects, Cancel)] == [PREFILL, OTHER]
+    assert reports(drain(verifying, PREFILL, OTHER)) == [("aborted", "safe")]
 
 
 def test_a_comparison_that_does_not_end_puts_the_pages_into_quarantine(verifying: DecodeDriver) -> None:

@@ -299,9 +299,19 @@ class Room:
         """Handle the result of the digest check."""
         self.is_verifying = False
         if failure is not None:
-            return self.stop(Signal.FAILED, failure)
+            return (
+                self._doubt(failure) if failure.reason is FailureReason.CORRUPT else self.stop(Signal.FAILED, failure)
+            )
         self._is_verified = True
         return self._review()
+
+    def _doubt(self, failure: Failure) -> list[DecodeEffect]:
+        """Fail the room, and take no notice for a proof: one may have overtaken its bytes."""
+        for progress in self.ranks.values():
+            progress.apply(RankSignal.DOUBTED)
+        if self.state.is_pending:
+            return self.stop(Signal.FAILED, failure)
+        return [effect for peer in self.unproved() for effect in self.remind(peer)]
 
     def drained(self, peer: PeerId, failure: Failure | None) -> list[DecodeEffect]:
         """Handle a rank's promise that it will write nothing more; the room fails unless the rank was complete."""
