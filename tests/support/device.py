@@ -9,12 +9,10 @@ import os
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvflow import backends
 from kvflow.geometry import Location
-from kvflow.packing import device as packing
 from kvflow.testing.device import FakeDevice, alias_of, on_fake_device
 
 __all__ = ["LOCATION", "allocate", "memory_at"]
@@ -43,13 +41,12 @@ def memory_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(int(real)))
 
 
-def find_processor(device_id: int) -> torch.device | None:
-    """Return what runs the kernels of a fake device."""
-    return torch.device("cpu")
-
-
 def _use_device() -> None:
     """Make every built-in transport accept the memory of pools, and torch work on it as the device's kernels would."""
+    import torch  # noqa: PLC0415 - only some tests have it
+
+    from kvflow.packing import device as packing  # noqa: PLC0415 - likewise
+
     for module, name in backends.BUILT_IN.values():
         place = importlib.import_module(module)
         setattr(place, name, on_fake_device(getattr(place, name)))
@@ -57,6 +54,9 @@ def _use_device() -> None:
 
     def bytes_at_alias(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         return bytes_at(int(alias_of(np.array([address], np.uint64))[0]), num_bytes, device)
+
+    def find_processor(device_id: int) -> torch.device | None:
+        return torch.device("cpu")
 
     packing.bytes_at = bytes_at_alias
     packing.find_device = find_processor
