@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 from typing_extensions import override
 
-from kvflow import ConfigError, Endpoint, FailureReason, KvflowError, Memory, Outcome, TransferFailed
+from kvflow import ConfigError, Endpoint, FailureReason, Memory, Outcome, TransferFailed
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.containment import contained
 from kvflow.engines.sglang.manager import KvflowKVManager
@@ -135,11 +135,8 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
             return
         if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang rejects it
             return
-        try:
+        with contained(partial(self.kv_mgr.fail, bootstrap_room)):
             self.transfer = self.kv_mgr.rank.send(bootstrap_room)
-        except KvflowError as error:
-            self.kv_mgr.fail(bootstrap_room, str(error))
-        else:
             self.kv_mgr.follow(self)
 
     @override
@@ -158,9 +155,10 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        super().init(num_kv_indices, aux_index)
-        if num_kv_indices < 0:
-            self._refuse(f"decode wants tokens from {self._prefix} on, which is behind the end of the prompt")
+        with contained(self._refuse):
+            super().init(num_kv_indices, aux_index)
+            if num_kv_indices < 0:
+                self._refuse(f"decode wants tokens from {self._prefix} on, which is behind the end of the prompt")
 
     @override
     def send(self, *args: Any, **options: Any) -> None:
@@ -264,11 +262,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         is_waiting = manager.request_status.get(self.bootstrap_room) == KVPoll.WaitingForInput
         if not is_waiting or not self._owns_bootstrap_room:
             return
-        try:
+        with contained(partial(manager.fail, self.bootstrap_room)):
             self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
-        except KvflowError as error:
-            manager.fail(self.bootstrap_room, str(error))
-        else:
             manager.follow(self)
 
     @override

@@ -40,6 +40,24 @@ def test_rows_that_there_are_not_are_refused(index: int) -> None:
         rows.write(index, bytes(20))
 
 
+class Changing:
+    """A number that is another row whenever it is asked."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = iter(numbers)
+
+    def __index__(self) -> int:
+        return next(self._numbers)
+
+
+def test_row_that_lies_is_asked_once() -> None:
+    """Whatever it says later, no row of another request is read or written."""
+    arrays, rows = buffers()
+    assert rows.read(Changing(2, 1)) == rows.read(2)  # type: ignore[arg-type]
+    rows.write(Changing(0, 1), rows.read(2))  # type: ignore[arg-type]
+    assert arrays[1].tolist() == [2, 1, 2, 3]
+
+
 def test_rows_of_other_buffers_are_refused() -> None:
     arrays, rows = buffers()
     with pytest.raises(ValueError, match="19 bytes"):

@@ -226,14 +226,18 @@ def test_prompt_whose_indices_or_row_are_nonsense_fails_alone() -> None:
     found = answer("""
 from tests.engines.raising import ERRORS, Raising
 side, found = sides.Side("prefill", "mha", free_port()), []
-manager = side.managers[0]
+class Count(Raising):
+    def __lt__(self, other):
+        raise self.error
 for room, error in enumerate(ERRORS, 1):
-    for number, (indices, row) in enumerate(((Raising(error), 5), (sides.np.array([1]), Raising(error)))):
+    for number, (count, indices, row) in enumerate(
+        ((1, Raising(error), 5), (1, sides.np.array([1]), Raising(error)), (Count(error), [], 5))
+    ):
         other, end = side.end(0, 100 * room + number), side.end(0, 10 * room + number)
-        end.init(1, row)
+        end.init(count, row)
         end.send(indices, None, num_kv_tokens=1)
         found.append([sides.reason_of(end), other.poll() == sides.KVPoll.Bootstrapping])
 side.close()
 """)
-    names = [name_of(error) for error in ERRORS for _ in range(2)]
+    names = [name_of(error) for error in ERRORS for _ in range(3)]
     assert all(name in reason and is_undisturbed for name, (reason, is_undisturbed) in zip(names, found, strict=True))
