@@ -249,7 +249,7 @@ class ConnectorScheduler:
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, count in output.num_scheduled_tokens.items():
             sending = self._sending.get(request_id)
-            if sending is None or sending.is_sent:
+            if sending is None or sending.is_sent or sending.is_lost:
                 continue
             start, stop = sending.sent, min(computed[request_id] + count, sending.stop)
             if stop > start:
