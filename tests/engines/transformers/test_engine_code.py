@@ -12,7 +12,7 @@ from tests.engines.raising import ERRORS, Raising, name_of
 from tests.engines.transformers.models import prompt
 from tests.engines.transformers.pair import Pair
 
-pytestmark = pytest.mark.parametrize("error", ERRORS, ids=name_of)
+pytestmark = pytest.mark.parametrize("error", [*ERRORS, KeyboardInterrupt()], ids=name_of)
 
 PROMPT = prompt(11, 45)
 
