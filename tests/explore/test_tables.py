@@ -97,6 +97,7 @@ DEATH_ONLY: Final = "a rank is lost by its death alone here, and then another in
 PROBE_FOLLOWS: Final = "a connection breaks by a death alone here, and the probe that follows forgets the peer"
 FAILED_ALREADY: Final = "the transfer fails in the same event, and both states are quiet"
 FORGOTTEN: Final = "a peer that has left is forgotten"
+RESENT: Final = "the engine is told to offer everything once more, and it is sent once more"
 
 EQUIVALENT: Final = MappingProxyType(
     {
@@ -108,6 +109,8 @@ EQUIVALENT: Final = MappingProxyType(
         "MEMORY QUARANTINED WRITTEN is QUARANTINED": QUIET_FOLLOWS,
         "RANK WRITING DRAINED is COMPLETE": FAILED_ALREADY,
         "RANK WRITING FENCED is COMPLETE": FAILED_ALREADY,
+        "FEED FINISHED KEPT is QUIESCING": RESENT,
+        "FEED SETTLING QUIET is OPEN": RESENT,
         "FEED SETTLING QUIET is SETTLING": "all that follows is the Ack, which ends the room",
         "RANK WRITING NOTICED is LOST": "its last notice proves as much as that of another rank",
         "PEER CONNECTED DISCONNECTED is CONNECTED": PROBE_FOLLOWS,
