@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -233,7 +234,8 @@ async def test_the_kernel_answers_what_its_tables_list(
     family: socket.AddressFamily, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rows() -> set[sockets.Row]:
-        found = {row for row in sockets._rows() if any(end.endswith(f":{port:04X}") for end in row.ends)}
+        """Return the rows of this test; other processes may use the port of the listener, too, at another address."""
+        found = {row for row in sockets._rows() if row.inode == inode or ports_of(row) in connections}
         # A listener sends nothing; sock_diag tells the length of its queue instead.
         return {replace(row, num_unsent=0) if row.state == sockets.LISTENS else row for row in found}
 
@@ -247,11 +249,16 @@ async def test_the_kernel_answers_what_its_tables_list(
             patch.setattr(sockets, "NETLINK_SOCK_DIAG", UNKNOWN_PROTOCOL)
             return rows()
 
+    def ports_of(row: sockets.Row) -> set[int]:
+        return {int(end.rpartition(":")[2], 16) for end in row.ends}
+
     with listening(family) as listener, ExitStack() as opened:
         port = listener.getsockname()[1]
         far, half_closed, unaccepted, ended = (
             opened.enter_context(socket.create_connection((host, port))) for _ in range(4)
         )
+        inode = os.fstat(listener.fileno()).st_ino
+        connections = [{port, one.getsockname()[1]} for one in (far, half_closed, unaccepted, ended)]
         _near, _other = (opened.enter_context(listener.accept()[0]) for _ in range(2))
         far.sendall(b"unread")
         half_closed.shutdown(socket.SHUT_WR)
