@@ -3,6 +3,7 @@
 import itertools
 import json
 import pkgutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def test_transport_of_a_plugin_can_be_tried(tmp_path: Path, monkeypatch: pytest.
     wheel = build_wheel(tmp_path, "pigeon_post", {"pigeon_post.py": PIGEON}, {"pigeon": "pigeon_post:PigeonBackend"})
     unpack(wheel, tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "pigeon_post", raising=False)  # another test may have imported one of this name
     (row,) = run("idle", "--backend=pigeon", "--seconds=0.1")
     assert row["group"] == "connected ranks over pigeon"
 
