@@ -357,8 +357,8 @@ def test_an_engine_may_select() -> None:
     with pair_of_ranks() as pair, selectors.DefaultSelector() as selector:
         selector.register(pair.decode, selectors.EVENT_READ, pair.decode)
         selector.register(pair.prefill, selectors.EVENT_READ, pair.prefill)
-        receiver, sender = pair.receive(1), pair.prefill.send(1)
         assert selector.select(0) == []
+        receiver, sender = pair.receive(1), pair.prefill.send(1)
         sender.finish(TOKENS, PAGES)
         ended: set[blocking.BlockingSender | blocking.BlockingReceiver] = set()
         while ended != {receiver, sender}:
