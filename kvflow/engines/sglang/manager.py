@@ -67,10 +67,15 @@ class KvflowKVManager(CommonKVManager):
         self._ends: dict[Any, TransferEnd] = {}
         self._held: defaultdict[int, list[TransferEnd]] = defaultdict(list)
         self._quarantine = QuarantineWatch(self.settings.releases)
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        if disaggregation_mode == DisaggregationMode.DECODE:
-            self._open_decode()
-            self._start_heartbeat_checker_thread()
+        try:
+            super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+            if disaggregation_mode == DisaggregationMode.DECODE:
+                self._open_decode()
+                self._start_heartbeat_checker_thread()
+        except BaseException:  # when SGLang's ZMQ context is garbage-collected, it waits for sockets that are open
+            if hasattr(self, "server_socket"):
+                self.server_socket.close(linger=0)
+            raise
 
     # Ranks
 
