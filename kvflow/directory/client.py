@@ -49,13 +49,12 @@ class RegistryClient:
 
     Args:
         endpoint: Address of the registry; it need not be up yet.
-        log: Logger; reports a silent registry, and other processes that claim to be this rank.
+        log: Reports a silent registry, and other processes that claim to be this rank.
         context: Sockets, clock, and the means to parse long answers.
-        on_records: Called with the instance's name, its records by engine rank, and the lookup's number, whenever the
-            registry sends Records. If None, Records are rejected.
+        on_records: Takes the instance's name, its records by engine rank, and the lookup's number. If None, Records are
+            rejected.
         keys: Keys to use, and those of which the registry must have one; None for a plain connection.
-        on_obstacle: Called with the reason why there is no answer, as far as known, and whether this process lacks a
-            resource.
+        on_obstacle: Takes the reason why there is no answer, and whether this process lacks a resource.
 
     Raises:
         ConfigError: The address is malformed.
@@ -94,15 +93,10 @@ class RegistryClient:
         )
 
     def look_up(self, instance: str | None, number: int = 0) -> None:
-        """Send a Lookup for the ranks of an instance, once.
+        """Send a Lookup for the ranks of an instance, once; without a name, of that of the rank that answers.
 
-        The registry answers when the instance is complete, or after 0.8 s with the ranks known. A lost Lookup is not
-        repeated: call this again.
-
-        Args:
-            instance: A name that `kvflow.config.is_instance_name` accepts; None for the instance of the rank that
-                answers.
-            number: The answer repeats it, or a higher number sent in the meantime.
+        The registry answers when the instance is complete, or after 0.8 s with the ranks known. It repeats this number,
+        or a higher one sent in the meantime. A lost Lookup is not repeated: call this again.
         """
         self._send(Lookup(instance=instance, timeout_s=LOOKUP_S, number=number))
 

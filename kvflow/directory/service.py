@@ -40,18 +40,8 @@ DIRECTORY_KINDS: Final = get_args(DirectoryMessage)
 class DirectoryService:
     """A directory of ranks that answers over the listener of its host, a registry or a prefill rank.
 
-    A registry serves all instances. A prefill rank serves its own instance: it returns that instance whatever name a
-    Lookup has, and rejects ranks of other instances.
-
-    Args:
-        listener: Listener of the host.
-        gate: Gate of the listener.
-        now: Returns monotonic time in seconds.
-        anomalies: Counts rejected messages.
-        own: Record of the hosting rank; None for a registry.
-
-    Attributes:
-        table: The registered ranks and waiting lookups.
+    A registry serves all instances. A prefill rank, whose record is `own`, serves its own instance: it returns that
+    instance whatever name a Lookup has, and rejects ranks of other instances.
     """
 
     def __init__(

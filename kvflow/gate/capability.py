@@ -36,14 +36,7 @@ class _CapabilityFields(NamedTuple):
 
 
 def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: float) -> str:
-    """Create a capability.
-
-    Args:
-        key: 32 bytes, shared with the prefill ranks.
-        room: The router's id of the request.
-        prefill: Instance that computes it.
-        decode: Instance that may receive it. A trailing `*` matches any suffix.
-        expires_at: Unix time in seconds. A transfer that has started may take longer.
+    """Create a capability; arguments as in `kvflow.make_capability`, with the signing key of 32 bytes.
 
     Raises:
         ConfigError: The key or the room is invalid, or the names are too long.
@@ -62,13 +55,8 @@ def sign(key: bytes, room: RoomId, *, prefill: str, decode: str, expires_at: flo
 def denial(keys: Sequence[bytes], capability: str, room: RoomId, *, prefill: str, decode: str, now: float) -> str:
     """Return why a capability does not allow a decode instance to receive a room; empty if it does.
 
-    Args:
-        keys: Accepted signing keys.
-        capability: From a peer; not trusted.
-        room: The requested room.
-        prefill: The instance that received the request.
-        decode: The instance that sent the request.
-        now: Unix time in seconds.
+    `keys` are the accepted signing keys, `capability` is from a peer, `prefill` has received the request, `decode` has
+    sent it, and `now` is Unix time in seconds.
     """
     if not capability:
         return "a capability is required"

@@ -57,8 +57,6 @@ class _Incoming:
         next_part: The first part that was never asked for.
         missing: Parts that were asked for and have not arrived.
         again: Those of them to ask for again, in order.
-        is_started: Whether there is memory for the pages.
-        is_open: Whether the engine has opened the room.
     """
 
     def __init__(self, connection: bytes, taker: str, grant: Grant, now: float, *, is_open: bool) -> None:
@@ -131,15 +129,10 @@ class GrantGate:
     """Collects the pages of grants that are too large for one message.
 
     Args:
-        limits: Bounds of the prefill rank. `pending_grant_bytes` bounds the pages that are being collected, and
-            `pending_grants` the grants that wait.
+        limits: `pending_grant_bytes` bounds the pages that are being collected, `pending_grants` the grants that wait.
         max_pages: Maximum number of pages of a grant, which decode ranks know.
-        has_place: Returns whether pages of a decode rank could be kept until their room is open, given their size in
-            bytes.
+        has_place: Returns whether pages of a decode rank, of a size in bytes, could be kept until their room is open.
         is_open: Returns whether the engine has opened a room.
-
-    Attributes:
-        incoming: The grants that wait for their pages; read-only.
     """
 
     def __init__(
@@ -172,15 +165,7 @@ class GrantGate:
     def receive(self, connection: bytes, taker: str, grant_id: GrantId, grant: Grant, now: float) -> bool:
         """Note a Grant whose pages are to be asked for, or its repetition.
 
-        Args:
-            connection: Connection of the sender.
-            taker: Principal of the sender.
-            grant_id: Its id.
-            grant: The grant.
-            now: The time.
-
-        Returns:
-            False if it is ignored, because too many grants are waiting. The decode rank repeats it.
+        Return False if it is ignored, because too many grants are waiting. The decode rank repeats it.
 
         Raises:
             RemoteProtocolError: It has more pages than permitted, or does not say how many there are for each range.
@@ -255,9 +240,7 @@ class GrantGate:
     def ask(self, now: float, peer_at: Callable[[bytes], PeerId | None]) -> list[tuple[bytes, PagesQuery]]:
         """Return the queries to send now, each with its connection: as many as there is room for.
 
-        Args:
-            now: The time.
-            peer_at: Returns the decode rank that uses a connection. Grants of others are forgotten.
+        `peer_at` returns the decode rank that uses a connection; grants of others are forgotten.
         """
         self._expire(now)
         self._look_at_oldest(now)

@@ -27,12 +27,8 @@ def agent_denial(agent: str, own: Collection[str], *, is_ours: bool) -> str:
     """Return why a peer must not have a transport agent; empty if it may.
 
     Its data would be written to this process's own pools. Knowing the metadata of an agent of this process proves
-    nothing, because peers receive it.
-
-    Args:
-        agent: The agent that it claims.
-        own: Names of agents of this process; a transport may append "#" and a number.
-        is_ours: Whether the peer is a rank of this process that shares this agent.
+    nothing, because peers receive it. `own` are these agents; a transport may append "#" and a number. If `is_ours`,
+    the peer is a rank of this process that shares the agent.
     """
     if is_ours or not any(agent == name or agent.startswith(f"{name}#") for name in own):
         return ""
@@ -55,10 +51,7 @@ class UnclosedAgents:
     def denial(self, agent: str, instance: str, unclosed: Collection[str]) -> str:
         """Return why another agent of an instance must not be connected; empty if it may.
 
-        Args:
-            agent: The agent.
-            instance: Its instance.
-            unclosed: The disconnected agents that still hold file descriptors.
+        `unclosed` are the disconnected agents that still hold file descriptors.
         """
         num_taken = sum(self._instances.get(one) == instance for one in unclosed)
         if not unclosed or agent in unclosed or num_taken + 1 <= MAX_UNCLOSED - len(unclosed):

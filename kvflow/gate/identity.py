@@ -45,11 +45,7 @@ LOCKED_OUT_S: Final = 1.0
 
 
 class KeyGate:
-    """Decides which keys may connect to a listener.
-
-    Args:
-        trust: The accepted keys; the attribute may be replaced at any time.
-    """
+    """Decides which keys may connect to a listener; `trust` may be replaced at any time."""
 
     def __init__(self, trust: Trust) -> None:
         self.trust = trust
@@ -81,13 +77,8 @@ def message_denial(
     Peers that may act for different instances have different connections, so the core itself keeps them apart. A Hello
     needs a key that is listed for its instance, and what asks for a room may need a capability for it.
 
-    Args:
-        message: The message.
-        names: The instances that its sender may act for.
-        sender: The peer that has sent a Hello over the connection; None if there is none.
-        prefill: Instance of the rank that has received the message.
-        capability_keys: Keys of valid capabilities; empty if none are needed.
-        unix_time: Unix time in seconds.
+    `names` are the instances that the sender may act for, and `sender` is the peer that has sent a Hello over the
+    connection, if any. Without `capability_keys`, no capabilities are needed.
     """
     if isinstance(message, Hello):
         return name_denial(names, message.peer)
@@ -113,11 +104,8 @@ def registration_denial(
 ) -> tuple[Refuse | RegistrationConflict, str] | None:
     """Return what the sender is told, and why, if a rank must not be registered or unregistered; None if it may be.
 
-    Args:
-        names: The instances that the sender may act for.
-        peer: The rank.
-        num_ranks: Number of ranks of its instance that it registers with; None if it is unregistered.
-        own: Record of the rank that hosts the directory, which belongs to its instance only; None for a registry.
+    `names` are the instances that the sender may act for, `num_ranks` is None to unregister, and `own` is the record of
+    the rank that hosts the directory, which belongs to its instance only; None for a registry.
     """
     rank = peer.rank
     if not speaks_for(names, rank.instance):
@@ -138,10 +126,7 @@ def registration_denial(
 def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:
     """Return why a ticket that came with a request must be rejected; empty if it is admitted.
 
-    Args:
-        ticket: The ticket; not trusted.
-        trust: This rank's keys.
-        must_be_signed: Whether an unsigned ticket is rejected. A wrong signature always is, if it can be checked.
+    A wrong signature is always rejected if it can be checked, and an unsigned ticket if it `must_be_signed`.
     """
     if not trust.ticket_keys:
         return "this rank has no ticket key to check signatures with" if must_be_signed else ""
@@ -151,11 +136,9 @@ def ticket_denial(ticket: Ticket, trust: Trust, *, must_be_signed: bool) -> str:
 
 
 def host_denial(address: str, allowed: Sequence[str]) -> str:
-    """Return why a rank must not connect to an address that it was told; empty if it may.
+    """Return why a rank must not connect to "tcp://host:port", which it was told; empty if it may.
 
-    Args:
-        address: "tcp://host:port", from a peer, a directory or a request.
-        allowed: The setting `allowed_hosts`; empty for any host.
+    `allowed` is the setting `allowed_hosts`; empty for any host.
 
     Raises:
         ConfigError: The address is malformed.

@@ -16,14 +16,7 @@ MAX_LOOKUPS: Final = 65_536
 
 
 class FairShares:
-    """What each taker has. None may have more than is left for the others: a single one gets at most half.
-
-    Args:
-        most: Total that all takers may have.
-
-    Attributes:
-        total: What all takers have.
-    """
+    """What each taker has of `most`. None may have more than is left for the others: a single one gets at most half."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -61,13 +54,7 @@ class FairShares:
 
 
 class DirectoryShares(NamedTuple):
-    """The shares of a directory.
-
-    Attributes:
-        ranks: Registered ranks.
-        record_bytes: Bytes of their records.
-        lookups: Waiting lookups.
-    """
+    """The shares of a directory: registered ranks, bytes of their records, and waiting lookups."""
 
     ranks: FairShares
     record_bytes: FairShares

@@ -21,12 +21,9 @@ class Action(Enum):
 
 
 class Verdict(NamedTuple):
-    """The decision about a message.
+    """The decision about a message: what becomes of it, and what it counts as if it is not accepted.
 
-    Attributes:
-        action: What becomes of it.
-        kind: What it counts as, if it is not accepted; empty if it has been counted.
-        cut: Why its connection is closed as well; empty if it stays open.
+    `kind` is empty if it has been counted; `cut` says why its connection is closed as well.
     """
 
     action: Action

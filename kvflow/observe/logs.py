@@ -49,9 +49,6 @@ class BoundLogger:
     """Logs lines that all contain some values.
 
     structlog, which only renders lines, is loaded by `configure_logging` alone: a fifth of a rank's imports.
-
-    Args:
-        values: The values.
     """
 
     def __init__(self, values: Mapping[str, object]) -> None:

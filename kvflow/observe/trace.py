@@ -40,12 +40,7 @@ SHOWN: Final = (
 
 
 def describe(item: ev.PrefillEvent | ev.DecodeEvent) -> tuple[str, dict[str, object]]:
-    """Return the name and values of a line.
-
-    Returns:
-        A name like "post_ended", and those of the values room, generation, engine_rank, peer and others that are
-        short and known.
-    """
+    """Return the name of a line, like "post_ended", and those of its values that are short and known."""
     values: dict[str, object] = {}
     for carrier in CARRIERS:
         if hasattr(item, carrier):
@@ -90,13 +85,10 @@ class TransferLine:
     """The values of the log line for a transfer that has ended.
 
     Attributes:
-        role: "send" or "receive".
-        room: The router's ID for the request.
         prefill: Instance that computed it; None if this is that instance.
         num_bytes: Bytes moved; None if unknown.
         num_pages: Pages of this rank's pools that they were moved from or into.
         elapsed_s: Seconds since the engine opened it.
-        failure: None if it succeeded.
         label: The engine's own ID for the request.
     """
 
@@ -157,14 +149,7 @@ STARVED_S: Final = 0.5
 class AnomalyLog:
     """Counts ignored messages and similar events, and logs each kind at a bounded rate, per peer and overall.
 
-    Args:
-        log: Where to log.
-        clock: Returns monotonic seconds.
-        interval_s: Minimum interval between two lines for one kind and peer.
-
-    Attributes:
-        counts: Number of anomalies, by kind.
-        postponed: Number of messages over a budget, by kind. Honest peers send them, too, and repeat them.
+    `postponed` counts messages over a budget. Honest peers send them, too, and repeat them.
     """
 
     def __init__(self, log: BoundLogger, clock: Callable[[], float], interval_s: float = 1.0) -> None:

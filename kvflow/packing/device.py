@@ -47,15 +47,9 @@ class _Raw:
 
 
 def bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor that views raw memory, without a copy or ownership. Only indexed bytes have to exist.
+    """Return a uint8 tensor that views raw memory, without a copy or ownership. Only indexed bytes have to exist.
 
-    Args:
-        address: Address of the first byte.
-        num_bytes: Number of bytes.
-        device: Device of the memory; with an index unless it is the CPU.
-
-    Returns:
-        uint8[num_bytes] on the device; valid as long as the memory is allocated.
+    It is valid as long as the memory is allocated. The device has an index unless it is the CPU.
 
     Raises:
         PlanError: The memory is not on that device.
@@ -92,13 +86,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def from_addresses(cls, addresses: Addresses, length: int, word: int, device: torch.device) -> Self:
-        """View runs as rows.
-
-        Args:
-            addresses: uint64[num_runs], address of each run; at least one.
-            length: Bytes of each run.
-            word: Bytes of a word, which divides the length and all addresses.
-            device: Device of the runs.
+        """View runs, at least one, as rows. The bytes of a word divide their length and addresses.
 
         Raises:
             PlanError: The memory is not on that device.
@@ -169,10 +157,9 @@ def find_device(device_id: int) -> torch.device | None:
 
 
 class DeviceCopier(Copier):
-    """A copier for one device, with torch. Torch allocates temporary memory, a few times a block, and caches it.
+    """A copier for one device, with torch, which allocates temporary memory, a few times a block, and caches it.
 
-    Args:
-        device: Device to copy on; with an index unless it is the CPU.
+    The device has an index unless it is the CPU.
     """
 
     waits_for_device = True

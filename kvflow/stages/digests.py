@@ -20,8 +20,6 @@ class DigestWork(msgspec.Struct, frozen=True):
     """The input for computing digests, which may be done in any thread.
 
     Attributes:
-        layout: Layout of this rank.
-        view: Gives access to this rank's memory.
         slices: Region slices of the route between the two ranks.
         expected: Which tokens both ranks hold, by component.
         tables: This rank's page tables, by component.
@@ -36,24 +34,13 @@ class DigestWork(msgspec.Struct, frozen=True):
     wanted: Mapping[str, TokenRange]
 
     def digest(self, name: str, tokens: TokenRange, layers: LayerRange) -> int:
-        """Return the digest of some tokens and layers of a component.
-
-        Args:
-            name: Name of the component.
-            tokens: Token range of this component.
-            layers: Layers to include.
-        """
+        """Return the digest of some tokens and layers of a component."""
         scope = DigestScope(self.slices, self.expected[name], tokens, is_final(tokens, self.wanted[name]), layers)
         return digest(scope, self.layout.component(name), self.tables[name], self.view)
 
 
 def digests_of(piece: Piece, layout: KVLayout, view: View) -> dict[str, int]:
-    """Return the digests of a piece, by component. May be called in any thread.
-
-    Args:
-        piece: The piece that is about to be written.
-        layout: Layout of this rank.
-        view: Gives access to this rank's memory.
+    """Return the digests of a piece that is about to be written, by component. May be called in any thread.
 
     Raises:
         PlanError: The layout has device memory, or a page table does not cover its tokens.
@@ -66,12 +53,7 @@ def digests_of(piece: Piece, layout: KVLayout, view: View) -> dict[str, int]:
 
 
 class DigestMismatch(msgspec.Struct, frozen=True):
-    """Why arrived data failed verification.
-
-    Attributes:
-        reason: CORRUPT, or PROTOCOL if a digest is missing.
-        detail: Human-readable explanation.
-    """
+    """Why arrived data failed verification: CORRUPT, or PROTOCOL if a digest is missing."""
 
     reason: FailureReason
     detail: str
@@ -80,16 +62,9 @@ class DigestMismatch(msgspec.Struct, frozen=True):
 def find_difference(
     effect: VerifyDigests, layout: KVLayout, view: View, is_wanted: Callable[[], bool]
 ) -> DigestMismatch | None:
-    """Compare arrived data with its digests, and return the first difference. May be called in any thread.
+    """Compare arrived data with its digests, and return the first difference, if any. May be called in any thread.
 
-    Args:
-        effect: The arrived data.
-        layout: Layout of this rank.
-        view: Gives access to this rank's memory.
-        is_wanted: Returns whether the result is still needed. The search stops once it returns False.
-
-    Returns:
-        The first difference; None if there is none or the search was stopped.
+    The search stops once `is_wanted` returns False.
 
     Raises:
         PlanError: The data cannot be compared.

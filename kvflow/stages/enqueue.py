@@ -61,12 +61,7 @@ def make_chunk(
 
 
 def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
-    """Return a copy of a chunk that is marked as the last one.
-
-    Args:
-        chunk: From `make_chunk`.
-        metadata: Opaque bytes for the decode engine.
-        max_bytes: Maximum length of the metadata.
+    """Return a copy of a chunk from `make_chunk` that is marked as the last one, with metadata for the decode engine.
 
     Raises:
         PlanError: The metadata is not bytes, or too long.
@@ -82,11 +77,7 @@ def finish_chunk(chunk: Chunk, metadata: bytes, max_bytes: int) -> Chunk:
 
 
 def _check_event(ready: ReadyEvent) -> None:
-    """Check that something can be waited for.
-
-    Raises:
-        PlanError: It is not an event, or an event of torch that was never recorded.
-    """
+    """Raise PlanError unless something can be waited for: an event, which was recorded if it is torch's."""
     if not callable(getattr(ready, "synchronize", None)):
         raise PlanError("`ready` must have a `synchronize` method", type=type(ready).__name__)
     if any(getattr(ready, handle, True) in (0, None) for handle in EVENT_HANDLES):
@@ -97,12 +88,7 @@ def _check_event(ready: ReadyEvent) -> None:
 
 
 def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tuple[LayersReady, ...]:
-    """Check the groups of layers in which a chunk is computed.
-
-    Raises:
-        PlanError: They are not LayersReady values, not in ascending order, or combined with `ready`; or as in
-            `_check_event`.
-    """
+    """Return groups of layers; raise PlanError unless they ascend, are used without `ready`, and can be waited for."""
     if ready is not None:
         raise PlanError("`ready` and `layers` are mutually exclusive", groups=len(layers))
     try:
@@ -130,9 +116,7 @@ class _WaitingChunk:
 class CapacityLine:
     """A queue of rooms that wait to offer a chunk, first in, first out among rooms for the same decode ranks.
 
-    Args:
-        full: Decode ranks for which no more chunks may be queued now.
-        peers_of: Returns the decode ranks that have requested a room.
+    `full` are those for which no more chunks may be queued now; `peers_of` returns those that have requested a room.
     """
 
     def __init__(self, full: Collection[PeerId], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
@@ -207,11 +191,7 @@ class CapacityLine:
 
 
 class DeviceWaits:
-    """Waits for devices in worker threads.
-
-    Args:
-        context: Context of this rank.
-    """
+    """Waits for devices in worker threads."""
 
     def __init__(self, context: StageContext[PrefillEvent]) -> None:
         self._context = context
@@ -232,11 +212,7 @@ class DeviceWaits:
 
 
 def _synchronize(ready: ReadyEvent) -> None:
-    """Wait for the engine's event in a worker thread.
-
-    Raises:
-        Exception: Whatever it raises. A SystemExit, for example, would end the event loop.
-    """
+    """Wait for the engine's event in a worker thread. A SystemExit that it raises would end the event loop."""
     try:
         ready.synchronize()
     except Exception:

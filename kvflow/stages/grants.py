@@ -40,12 +40,6 @@ COLLECTED: Final = (Grant, GrantedPages, Cancel, Decline)
 class GrantCollector:
     """Asks decode ranks for the pages of their grants, and dispatches the grants once they are complete.
 
-    Args:
-        context: Context of this rank.
-        core: Core of this rank.
-        settings: Settings of this rank.
-        send: Sends a message over a connection.
-
     Attributes:
         waiting: The grants that wait for their pages; without any, there is nothing to `follow`.
     """
@@ -65,10 +59,7 @@ class GrantCollector:
         self.waiting: Collection[GrantId] = self._gate.incoming
 
     def collect_message(self, connection: bytes, message: RankMessage) -> bool:
-        """Take a message if it belongs to a grant that is not complete, and so is not for the core.
-
-        Returns:
-            Whether it was taken.
+        """Take a message if it belongs to an incomplete grant, and so is not for the core; return whether it was taken.
 
         Raises:
             RemoteProtocolError: No honest peer sends this message.

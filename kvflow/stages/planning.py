@@ -46,12 +46,7 @@ class PreparedRoute(msgspec.Struct, frozen=True):
 
 
 class Plan(NamedTuple):
-    """How a piece is written.
-
-    Attributes:
-        moves: What to write.
-        staged: The staging slot at the decode rank, if the piece is packed, in which case it is already gathered.
-    """
+    """How a piece is written; if it is `staged` in a slot at the decode rank, it is already gathered."""
 
     moves: Descriptors | Blocks
     staged: Staged | None = None
@@ -61,8 +56,7 @@ class PlanWork(msgspec.Struct, frozen=True):
     """The input of a plan, which may be made in any thread.
 
     Attributes:
-        piece: The piece to plan.
-        components: Its tokens and the page tables of both sides, by component.
+        components: Tokens of the piece and the page tables of both sides, by component.
         max_bytes: Longest descriptor that the transport accepts; None for no limit.
         gathering: How to pack the piece; None if it has no slots.
         descriptor_overhead_s: Seconds that the transport takes per descriptor, in addition to the time for its bytes.
@@ -99,15 +93,7 @@ class PlanWork(msgspec.Struct, frozen=True):
 
 
 class Planning:
-    """Plans pieces, and passes them to `Submit`.
-
-    Args:
-        context: Context of this rank.
-        layout: Layout of this rank.
-        backend: Transport whose capabilities the plans respect.
-        submit: Posts planned pieces.
-        staging: Staging memory for packed pieces; None to pack nothing.
-    """
+    """Plans pieces, and passes them to `Submit`; without `staging`, nothing is packed."""
 
     def __init__(
         self,

@@ -12,11 +12,7 @@ class ClosedGenerations(Generic[Result]):
     """A bounded memory of closed generations that never mistakes an old one for a new one.
 
     The oldest entries are dropped when there are too many; every generation up to the highest dropped one counts as
-    closed from then on.
-
-    Args:
-        limit: Maximum number of generations whose result is remembered.
-        floor: Every generation below it counts as closed from the start.
+    closed from then on. So does each below `floor` from the start.
     """
 
     def __init__(self, limit: int, floor: int = 0) -> None:

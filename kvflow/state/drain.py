@@ -8,12 +8,7 @@ __all__ = ["DrainState"]
 
 
 class DrainState:
-    """Whether a rank is open, draining or closing.
-
-    Attributes:
-        failure: Why the rank accepts nothing new; None while it does.
-        is_closing: Whether open rooms have been aborted as well.
-    """
+    """Whether a rank is open, draining or closing; `failure` says why it accepts nothing new."""
 
     def __init__(self) -> None:
         self.failure: Failure | None = None

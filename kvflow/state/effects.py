@@ -61,9 +61,7 @@ __all__ = [
 class Cost(NamedTuple):
     """Credit of its peer's window that a post uses while in flight; known before it is planned.
 
-    Attributes:
-        num_bytes: Bytes that the post moves.
-        num_descriptors: Upper bound of the number of its descriptors.
+    The number of its descriptors is an upper bound.
     """
 
     num_bytes: int
@@ -88,12 +86,8 @@ class Piece(msgspec.Struct, frozen=True):
     Attributes:
         ranges: Tokens of the piece by component; no range is empty.
         pages: Source pages of the chunk by component.
-        grant: Grant that permits it.
         granted: All destination pages of the grant by component.
-        link: Route to the decode rank.
         notice: Notice to send when every byte has landed, without the fields that only planning determines.
-        cost: Credit of the peer's window that the piece uses.
-        layers: Model layers of the piece.
         queued_at: When the piece was queued, in seconds of the clock of events.
         slots: Staging slots to pack the piece through; None to write it directly.
         must_pack: Whether to pack the piece even if a direct write is faster.
@@ -137,9 +131,7 @@ class DisconnectTransport(msgspec.Struct, frozen=True):
 class AwaitData(msgspec.Struct, frozen=True):
     """Wait off the event loop until the device has computed a piece, then report DataReady.
 
-    Attributes:
-        wait: Number of the wait within the delivery. The piece's `seq` would not do, because it is reused after a
-            quiesce.
+    `wait` numbers the waits within the delivery: the piece's `seq` is reused after a quiesce.
     """
 
     delivery: DeliveryId
@@ -192,8 +184,7 @@ class ReportGranted(msgspec.Struct, frozen=True):
 class ReportQuiesced(msgspec.Struct, frozen=True):
     """Report to the engine that no post reads the source pages of a room any more.
 
-    Attributes:
-        resume_at: Token at which chunks must resume; None if everything is posted, including the last chunk.
+    Chunks must resume at `resume_at`; it is None if everything is posted, including the last chunk.
     """
 
     room: RoomId
@@ -222,8 +213,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 class LookUp(msgspec.Struct, frozen=True):
     """Ask the directory for the ranks of an instance. The shell reports InstanceFound when it answers.
 
-    Attributes:
-        number: Number of the lookup. The answer repeats it, or the higher number of a later lookup.
+    The answer repeats `number`, or the higher number of a later lookup.
     """
 
     instance: InstanceRef
@@ -261,9 +251,7 @@ class ProbePeer(msgspec.Struct, frozen=True):
 class WaitForFence(msgspec.Struct, frozen=True):
     """Wait until no write of a terminated process can still land, then report PeerFenced; or report FenceImpossible.
 
-    Attributes:
-        domain: Fence domain from the process's Welcome.
-        number: Number of the wait, which is larger than that of every earlier one.
+    `domain` is from its Welcome, and `number` is larger than that of every earlier wait.
     """
 
     peer: PeerId
@@ -274,9 +262,8 @@ class WaitForFence(msgspec.Struct, frozen=True):
 class WaitForLanding(msgspec.Struct, frozen=True):
     """Wait until nothing that a living process has in flight for a transfer can still land, then report Landed.
 
-    Attributes:
-        drained: Its message, which says where to look. It is repeated while this wait lasts.
-        number: Number of the wait, which is larger than that of every earlier one.
+    Its message says where to look, and is repeated while this wait lasts. `number` is larger than that of every earlier
+    wait.
     """
 
     peer: PeerId
@@ -287,10 +274,7 @@ class WaitForLanding(msgspec.Struct, frozen=True):
 class NoteEnds(msgspec.Struct, frozen=True):
     """In waits for last bytes up to a number, leave out the sound connections that a living rank has listed since.
 
-    Attributes:
-        peer: The rank; these replace the ends that it has listed before.
-        number: Only waits up to this one had begun when the rank was asked.
-        ends: Its ends of these connections.
+    Only waits up to `number` had begun when it was asked. Its `ends` replace those that it has listed before.
     """
 
     peer: PeerId
@@ -330,9 +314,7 @@ class WrittenBy(NamedTuple):
 class VerifyDigests(msgspec.Struct, frozen=True):
     """Compare the received bytes with the notices' digests, then report DigestsVerified; pages are held until then.
 
-    Attributes:
-        opened: The request, with its tokens and pages.
-        written: Notices of each rank that had to send something.
+    `written` are the notices of each rank that had to send something.
     """
 
     opened: ReceiveOpened
@@ -340,12 +322,7 @@ class VerifyDigests(msgspec.Struct, frozen=True):
 
 
 class ScatterStaged(msgspec.Struct, frozen=True):
-    """Copy a packed piece from its staging slot into the pages, then report Scattered; pages are held until then.
-
-    Attributes:
-        opened: The request, with its tokens and pages.
-        rank: Prefill rank that wrote the piece.
-    """
+    """Copy a packed piece from its staging slot into the pages, then report Scattered; pages are held until then."""
 
     opened: ReceiveOpened
     rank: ConnectedRank
@@ -353,11 +330,7 @@ class ScatterStaged(msgspec.Struct, frozen=True):
 
 
 class ReportReceiver(msgspec.Struct, frozen=True):
-    """Report the outcome and memory state of a received room to the engine.
-
-    Attributes:
-        received: Result of the transfer, once it has succeeded.
-    """
+    """Report the outcome and memory state of a received room to the engine, and the result, once it has succeeded."""
 
     room: RoomId
     generation: int
@@ -371,14 +344,7 @@ class ReportReceiver(msgspec.Struct, frozen=True):
 
 
 class CountAnomaly(msgspec.Struct, frozen=True):
-    """Count an anomaly that the core ignored, and log it at a bounded rate.
-
-    Attributes:
-        kind: Label of the counter, and name of the log event.
-        peer: Peer that caused it, if known.
-        room: Room that it concerns, if any.
-        detail: Human-readable detail; may be empty.
-    """
+    """Count an anomaly that the core ignored, and log it at a bounded rate, both under the name of its kind."""
 
     kind: str
     peer: PeerId | None
@@ -387,12 +353,7 @@ class CountAnomaly(msgspec.Struct, frozen=True):
 
 
 class LogEvent(msgspec.Struct, frozen=True):
-    """Log an event that an operator may act on.
-
-    Attributes:
-        name: Name of the log event.
-        is_warning: Whether to log it as a warning.
-    """
+    """Log an event that an operator may act on."""
 
     name: str
     values: Mapping[str, str]

@@ -30,10 +30,6 @@ class LeaseCheck(msgspec.Struct, frozen=True):
 class Peer:
     """One incarnation of a rank at the other end.
 
-    Args:
-        peer: The incarnation.
-        timers: Where its checks are scheduled.
-
     Attributes:
         lease_s: Silence after which it is presumed dead, unless its connection stands.
         heard_at: When its last message arrived, in seconds of the clock of events.
@@ -83,12 +79,9 @@ class Peer:
         """Count a silent third of the lease; return whether the lease has expired, so that the peer is lost.
 
         While the connection stands, the peer's process is alive and only its event loop is busy, so it has
-        `BUSY_LEASES`. A third is not counted if this process slept through half of it, unless the third before was
-        already exempt: messages of the peer may be unread, and a peer in the same process could not send any.
-
-        Args:
-            now: The time.
-            late_s: How late this check runs, in seconds.
+        `BUSY_LEASES`. A third is not counted if this check is so late that this process slept through half of it,
+        unless the third before was already exempt: messages of the peer may be unread, and a peer in the same process
+        could not send any.
         """
         next_check = self.heard_at + self._third_s
         if next_check <= now:

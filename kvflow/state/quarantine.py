@@ -89,11 +89,7 @@ NO_MEMORY: Final = Footprint()
 
 
 class Quarantine:
-    """The memory in quarantine. When too much is in it, nothing new is admitted; nothing is released early.
-
-    Attributes:
-        total: Memory in quarantine now.
-    """
+    """The memory in quarantine. When too much is in it, nothing new is admitted; nothing is released early."""
 
     def __init__(self, max_bytes: int) -> None:
         self.total = NO_MEMORY

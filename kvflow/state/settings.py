@@ -16,10 +16,7 @@ class LocalStagingSettings(NamedTuple):
     """Staging memory of a prefill rank, into which pieces are packed.
 
     Attributes:
-        num_slots: Number of slots.
-        slot_bytes: Size of a slot.
         descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
-        packing: When to pack.
         gathers_inline: Whether small pieces may be gathered on the event loop; False if gathering waits for a device.
     """
 
@@ -31,14 +28,7 @@ class LocalStagingSettings(NamedTuple):
 
 
 class WindowSettings(NamedTuple):
-    """Staging memory of a decode rank, into which prefill ranks write packed pieces.
-
-    Attributes:
-        address: Address of the first byte.
-        num_bytes: Total size.
-        slot_bytes: Size of a slot.
-        num_slots: Number of slots in the window of one prefill rank.
-    """
+    """Staging memory of a decode rank; each prefill rank writes packed pieces into a window of `num_slots`."""
 
     address: int
     num_bytes: int
@@ -50,10 +40,6 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     """Settings of a `PrefillCore`.
 
     Attributes:
-        timeouts: Time limits.
-        limits: Upper bounds on what the rank holds.
-        layout: Layout of this rank's memory.
-        backend: Name of the transport.
         in_band_notices: Whether the transport delivers notices with the bytes; otherwise they use the control channel.
         max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
         staging: Staging memory to pack pieces in; None to pack none.
@@ -82,10 +68,6 @@ class DecodeSettings(msgspec.Struct, frozen=True):
     """Settings of a `DecodeCore`.
 
     Attributes:
-        timeouts: Time limits.
-        limits: Upper bounds on what the rank holds.
-        layout: Layout of this rank's memory.
-        backend: Name of the transport.
         backend_metadata: What a peer's transport needs to write here.
         ends_with_process: Whether no write can land any more once the writing process has ended.
         staging: Staging memory for the windows of prefill ranks; None to receive no packed pieces.

@@ -398,14 +398,7 @@ INSTANCE: Final[Mapping[tuple[InstanceState, InstanceSignal], InstanceState]] = 
 
 
 class TransferState:
-    """The two facts of one transfer; only `apply` changes them.
-
-    Attributes:
-        outcome: Whether the engine gets what it asked for.
-        memory: Whether anything can still touch the pages.
-        is_pending: Whether the outcome is open.
-        is_safe: Whether nothing can touch the pages any more.
-    """
+    """The two facts of one transfer; only `apply` changes them."""
 
     __slots__ = ("is_pending", "is_safe", "memory", "outcome")
 

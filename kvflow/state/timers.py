@@ -65,8 +65,7 @@ class Timers(Generic[Key]):
     def sync(self, before: Mapping[Key, float], wanted: Mapping[Key, float]) -> dict[Key, float]:
         """Clear the timers of `before` that are not wanted any more, and set those that are new.
 
-        Returns:
-            The wanted timers, and when each was due when it was set.
+        Return the wanted timers, and when each was due when it was set.
         """
         for key in before:
             if key not in wanted:
@@ -91,12 +90,9 @@ class Timers(Generic[Key]):
         return key
 
     def expire(self, now: float) -> Iterator[tuple[Key, float]]:
-        """Take due timers one after another, including those set meanwhile, but only `EXPIRED_AT_ONCE`.
+        """Take due timers one after another, and how many seconds late each is, including those set meanwhile.
 
-        The others stay due, so that the event loop gets its turn before they are taken.
-
-        Yields:
-            The key, and how many seconds late it is.
+        Only `EXPIRED_AT_ONCE` are taken. The others stay due, so that the event loop gets its turn before.
         """
         for _ in range(EXPIRED_AT_ONCE):
             due = self.next()

@@ -37,10 +37,8 @@ class Turns(Generic[Key]):
     def take_place(self, key: Key, owners: tuple[str, ...], now: float) -> tuple[bool, Key | None]:
         """Return whether an attempt has a place, and the attempt that has lost its place to it, if any.
 
-        Args:
-            key: The attempt. If it has no place, ask again soon.
-            owners: Its owners, always as many and in the same order: each has its own share. The first one waits.
-            now: The time.
+        If it has none, ask again soon. Its owners are always as many and in the same order: each has its own share, and
+        the first one waits.
         """
         if key in self._held:
             return True, None

@@ -127,10 +127,7 @@ class Ticket:
             raise TicketError("ticket is for a different room", room=room, ticket=self.room)
 
     def check_compatible(self, fingerprint: str) -> None:
-        """Check that a handshake with its issuer can succeed.
-
-        Args:
-            fingerprint: Fingerprint of the decode rank's layout.
+        """Check that a handshake of its issuer with a decode rank, whose layout has this fingerprint, can succeed.
 
         Raises:
             TicketError: It is for a different model, or the two ranks support no common protocol version.

@@ -50,17 +50,7 @@ __all__ = ["DecodeCore"]
 
 
 class DecodeCore:
-    """State of one decode rank: prefill instances, their ranks, and its rooms.
-
-    Args:
-        me: This incarnation of this rank.
-        settings: Settings of this rank.
-
-    Attributes:
-        quarantine: Memory in quarantine.
-        timers: Pending timers.
-        windows: Staging windows and their owners.
-    """
+    """State of one decode rank: prefill instances, their ranks, and its rooms."""
 
     def __init__(self, me: PeerId, settings: DecodeSettings) -> None:
         self.me = me
@@ -76,14 +66,7 @@ class DecodeCore:
         self._is_watching = False
 
     def handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:
-        """Process one event, and return its effects.
-
-        Args:
-            event: What happened.
-            now: Time of the event, in seconds on a monotonic clock.
-
-        Returns:
-            Effects, to be carried out in order.
+        """Process one event, at a time in seconds on a monotonic clock, and return effects to be carried out in order.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;

@@ -14,12 +14,7 @@ MAX_CLOSED = 16_384
 
 
 class Ended(NamedTuple):
-    """How a transfer ended.
-
-    Attributes:
-        told: Ranks that the room was announced or granted to.
-        failure: Why it failed; None for a success.
-    """
+    """How a transfer ended, of which some ranks were told; `failure` is None for a success."""
 
     room: RoomId
     told: tuple[PeerId, ...]
@@ -35,12 +30,8 @@ class EndedTransfers(ClosedGenerations[Ended]):
     def answer(self, room: RoomId, generation: int, peer: PeerId | None, anomaly: str) -> list[DecodeEffect]:
         """Answer a message about an ended transfer with the outcome.
 
-        Args:
-            room: Room that the message names.
-            generation: Generation that it names.
-            peer: Sender; None if it arrived in band, and gets no answer, because what is missed is retransmitted over
-                the control channel.
-            anomaly: What to count if no such transfer is remembered, or the sender has no part in it.
+        A message that arrived in band, without a peer, gets no answer, because what is missed is retransmitted over the
+        control channel. The anomaly is counted if no such transfer is remembered, or the peer has no part in it.
         """
         ended = self.result(generation)
         if ended is None or ended.room != room or (peer is not None and peer not in ended.told):

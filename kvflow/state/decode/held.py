@@ -27,11 +27,7 @@ class HeldPage(NamedTuple):
 
 
 class HeldPages:
-    """One flag for each page of each component; pages of different components are independent.
-
-    Args:
-        layout: Layout of the pools.
-    """
+    """One flag for each page of each component; pages of different components are independent."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._flags: dict[str, NDArray[np.bool_]] = {

@@ -28,14 +28,9 @@ def make_announce(opened: ReceiveOpened, timeout_s: float) -> Announce:
 def make_grant(
     opened: ReceiveOpened, token: int | None, timeout_s: float, progress_s: float, *, is_inline: bool
 ) -> Grant:
-    """Return a grant for one rank.
+    """Return a grant for one rank, which carries the pages, or else their number.
 
-    Args:
-        opened: The engine's request.
-        token: Token that the rank's notices must carry; None if the rank sends nothing, and needs no pages.
-        timeout_s: Time left for the transfer, in seconds.
-        progress_s: Longest time between arrivals after the first, in seconds.
-        is_inline: Whether the grant carries the pages, instead of their number.
+    A rank without a token sends nothing, and needs no pages.
     """
     pages, num_pages = {}, {}
     if token is not None and is_inline:

@@ -41,9 +41,7 @@ LEASES_TO_FORGET = 10
 class Origin(NamedTuple):
     """Where an incarnation of a prefill rank runs, as far as known.
 
-    Attributes:
-        endpoint: Address of its control socket.
-        domain: Where the transport can observe its writes, as reported in its Welcome.
+    `domain`, from its Welcome, is where the transport can observe its writes.
     """
 
     endpoint: str = ""
@@ -54,11 +52,7 @@ NOWHERE: Final = Origin()
 
 
 class PrefillPeers:
-    """All prefill ranks that are or were connected.
-
-    Attributes:
-        windows: Staging windows and their owners.
-    """
+    """All prefill ranks that are or were connected."""
 
     def __init__(self, me: PeerId, settings: DecodeSettings, timers: Timers[DecodeTimer]) -> None:
         self.windows = StagingWindows(settings.staging)
@@ -132,15 +126,10 @@ class PrefillPeers:
         return [Disconnect(peer)] if self._open.pop(peer, None) is not None else []
 
     def close_unless_awaited(self, peer: PeerId, now: float, *, is_awaited: bool) -> list[DecodeEffect]:
-        """Close a connection that is no longer needed, unless it may bring an awaited proof.
+        """Close a connection that is no longer needed, unless it may bring a proof that pages wait for.
 
         The last messages of a process can arrive after a probe has found that it has ended. A running process that has
         disconnected this rank sends Goodbye when it closes, perhaps without another handshake.
-
-        Args:
-            peer: Rank at the other end.
-            now: The time.
-            is_awaited: Whether pages wait for a proof from this incarnation.
         """
         if peer not in self._open or not (is_awaited or self.windows.awaits_fence(peer)):
             return self.close(peer)
@@ -198,11 +187,8 @@ class PrefillPeers:
     def ping(self, peer: PeerId, now: float, *, asks_ends: bool) -> list[DecodeEffect]:
         """Ping a rank, even a silent one: if it was only partitioned, its answer restores it.
 
-        Args:
-            peer: The rank.
-            now: The time.
-            asks_ends: Whether pages wait for proofs, perhaps because its sound connections look like others that
-                must end.
+        It is asked for the ends of its connections while pages wait for proofs, perhaps because its sound connections
+        look like others that must end.
         """
         self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
         return self.send(peer, Ping(peer=self._me, asks_ends=self._num_waits if asks_ends else 0))
@@ -262,8 +248,7 @@ class PrefillPeers:
     def ended(self, peer: PeerId, now: float) -> tuple[bool, list[DecodeEffect]]:
         """Record the proof that a process has ended.
 
-        Returns:
-            Whether this alone proves that no write of it can land any more, and otherwise the effects to find out.
+        Return whether this alone proves that no write of it can land any more, and otherwise the effects to find out.
         """
         self._endpoints.pop(peer, None)
         self.said_goodbye(peer)

@@ -38,12 +38,6 @@ class Tally:
 class RankProgress:
     """What one prefill rank must send in one transfer, and what has arrived.
 
-    Args:
-        rank: The rank.
-        token: Token that its notices must carry.
-        ranges: Wanted tokens by component.
-        tally: Counters of the transfer, which this object updates.
-
     Attributes:
         has_landed: What it had in flight when its writes ended cannot land any more.
     """

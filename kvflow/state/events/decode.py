@@ -10,15 +10,7 @@ from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.room import RoomId
 from kvflow.state.events.shared import CloseStarted, DrainStarted, QuarantineReleased, TimePassed, TransportClosed
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import (
-    DEFAULT_MAX_PAGES,
-    AnyMessage,
-    Failure,
-    Notice,
-    PeerId,
-    RankRecord,
-    StagingWindow,
-)
+from kvflow.wire.messages import DEFAULT_MAX_PAGES, AnyMessage, Failure, Notice, PeerId, RankRecord, StagingWindow
 
 __all__ = [
     "ConnectFailed",
@@ -51,9 +43,8 @@ __all__ = [
 class InstanceAddress(msgspec.Struct, frozen=True):
     """A prefill instance that is looked up at an address instead of in the configured registry.
 
-    Attributes:
-        address: "tcp://host:port" of a rank of the instance, or of a registry.
-        name: Name of the instance; None for whichever instance answers at the address.
+    The address, "tcp://host:port", is that of a rank of the instance, or of a registry. Without a name, it is whichever
+    instance answers there.
     """
 
     address: str
@@ -72,17 +63,14 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
 
     Attributes:
         generation: Issued by the shell, higher than all earlier ones.
-        instance: Prefill instance that computes the room.
         ranges: Tokens of each wanted component.
         pages: Destination pages of the same components, encoded as in the Grant.
         timeout_s: Time limit of the whole transfer, in seconds; for an announced room, the time until it has pages.
         priority: Priority class of the transfer; 0 is served first.
         secret: 16 random bytes, from which the token of each grant is derived.
         footprint: Memory that the pages occupy in the pools.
-        digest: Whether to compare the received bytes with digests of the sent ones.
         issuer: Incarnation of the prefill rank that issued the room's ticket, if there is one; no other incarnation may
             serve the room.
-        is_announced: The room has no pages yet; `ReceiveGranted` supplies them.
         capability: Proof to the prefill rank that this instance may receive the room; empty if there is none.
     """
 
@@ -124,8 +112,7 @@ class ReceiveAborted(msgspec.Struct, frozen=True):
 class RoomDeclined(msgspec.Struct, frozen=True):
     """The engine will not receive a room, or this rank has refused its request. The fields are as in `ReceiveOpened`.
 
-    Attributes:
-        failure: Why, for the prefill ranks.
+    The failure is for the prefill ranks.
     """
 
     room: RoomId
@@ -137,12 +124,9 @@ class RoomDeclined(msgspec.Struct, frozen=True):
 
 
 class InstanceFound(msgspec.Struct, frozen=True):
-    """The directory answered a lookup.
+    """The directory answered a lookup, with the ranks that are registered, by engine rank.
 
-    Attributes:
-        instance: Reference that was looked up.
-        records: Records by engine rank, without ranks that are not registered.
-        number: Number of the lookup; the answer is at least as recent as that lookup.
+    The answer is at least as recent as the lookup with this number.
     """
 
     instance: InstanceRef
@@ -151,24 +135,14 @@ class InstanceFound(msgspec.Struct, frozen=True):
 
 
 class RankRoute(msgspec.Struct, frozen=True):
-    """What this rank wants from one prefill rank.
-
-    Attributes:
-        route: Route as given in the Hello.
-        expected: Bytes that the route yields, by component.
-    """
+    """What this rank wants from one prefill rank: a route as given in the Hello, and its bytes by component."""
 
     route: Route
     expected: Mapping[str, ExpectedBytes]
 
 
 class RoutesCompiled(msgspec.Struct, frozen=True):
-    """Routes from every rank of an instance were compiled, see `CompileRoutes`.
-
-    Attributes:
-        routes: Routes by engine rank; empty if the layouts are not compatible.
-        failure: Why the layouts are not compatible.
-    """
+    """Routes from every rank of an instance were compiled, by engine rank; none if the layouts are not compatible."""
 
     instance: str
     attempt: int
@@ -204,8 +178,7 @@ class ConnectFailed(msgspec.Struct, frozen=True):
 class ConnectionObstructed(msgspec.Struct, frozen=True):
     """The reason why there is no connection to a prefill rank is known; empty once there is one.
 
-    Attributes:
-        is_short: This process lacks a resource for it.
+    If `is_short`, this process lacks a resource for it.
     """
 
     peer: PeerId
@@ -223,9 +196,8 @@ class ConnectionRefused(msgspec.Struct, frozen=True):
 class LookUpRefused(msgspec.Struct, frozen=True):
     """The directory rejected this rank's key, or the reverse, or there is no connection. The shell keeps retrying.
 
-    Attributes:
-        instance: Reference that was, or could be, looked up there; None for all names.
-        is_short: This process lacks the descriptors for a connection.
+    It concerns an instance that was, or could be, looked up there, or all names. If `is_short`, this process lacks the
+    descriptors for a connection.
     """
 
     instance: InstanceRef | None
@@ -253,11 +225,7 @@ class NoticeDelivered(msgspec.Struct, frozen=True):
 
 
 class ProbeFinished(msgspec.Struct, frozen=True):
-    """A probe of a prefill rank's port has ended, see `ProbePeer`.
-
-    Attributes:
-        is_gone: Nothing listens on the port any more: the process has ended.
-    """
+    """A probe of a prefill rank's port has ended. If it `is_gone`, nothing listens there: the process has ended."""
 
     peer: PeerId
     is_gone: bool
@@ -284,22 +252,14 @@ class FenceImpossible(msgspec.Struct, frozen=True):
 
 
 class DigestsVerified(msgspec.Struct, frozen=True):
-    """The received bytes were compared with their digests, see `VerifyDigests`.
-
-    Attributes:
-        failure: None if all digests match, or if the check was no longer needed.
-    """
+    """The received bytes were compared with their digests; `failure` is None if all match, or if it did not matter."""
 
     generation: int
     failure: Failure | None
 
 
 class Scattered(msgspec.Struct, frozen=True):
-    """The scatter of a packed piece into the pages has ended, successfully or not, see `ScatterStaged`.
-
-    Attributes:
-        failure: None if the piece is in the pages.
-    """
+    """The scatter of a packed piece has ended, see `ScatterStaged`; without a failure, it is in the pages."""
 
     generation: int
     notice: Notice

@@ -14,14 +14,7 @@ from kvflow.geometry.split import SplitPolicy
 from kvflow.room import RoomId
 from kvflow.state.events.shared import CloseStarted, DrainStarted, QuarantineReleased, TimePassed, TransportClosed
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import (
-    AnyMessage,
-    Failure,
-    Hello,
-    PeerId,
-    Staged,
-    StagingWindow,
-)
+from kvflow.wire.messages import AnyMessage, Failure, Hello, PeerId, Staged, StagingWindow
 
 __all__ = [
     "Chunk",
@@ -85,10 +78,8 @@ class Chunk(msgspec.Struct, frozen=True):
     Attributes:
         tokens: `[start, stop)`; the next chunk starts at `stop`.
         ranges: Tokens of each component in the chunk; those of a window component may start before `tokens`.
-        pages: Source pages of the same components.
         ready: Event to wait for before the pages may be read, or None.
         layers: Used instead of `ready`: groups of layers that become ready one after another, in ascending order.
-        last: Whether this is the last chunk.
         metadata: Sent with the last chunk, from the prefill engine to the decode engine.
     """
 
@@ -106,9 +97,7 @@ class PeerRoute(msgspec.Struct, frozen=True):
 
     Attributes:
         route: Route bound to the layouts of both sides.
-        layout: Layout of the decode rank.
         slices: Route as given in the Hello.
-        split_policy: How to split chunks into pieces.
         staging: Staging window of the decode rank for packed pieces, or None if it has none.
         prepared: Data that the shell has prepared for planning; opaque to the core.
     """
@@ -127,11 +116,7 @@ class PeerRoute(msgspec.Struct, frozen=True):
 
 
 class SendOpened(msgspec.Struct, frozen=True):
-    """The engine opened a room for sending.
-
-    Attributes:
-        has_lease: Its lease starts with the last chunk, not with `LeaseStarted`.
-    """
+    """The engine opened a room for sending; if it `has_lease`, from the last chunk on, not from `LeaseStarted`."""
 
     room: RoomId
     has_lease: bool = True
@@ -145,11 +130,7 @@ class SendRefused(msgspec.Struct, frozen=True):
 
 
 class ChunkOffered(msgspec.Struct, frozen=True):
-    """The engine has computed a chunk.
-
-    Attributes:
-        footprint: Memory that the chunk's pages occupy in the pools.
-    """
+    """The engine has computed a chunk, whose pages occupy `footprint` in the pools."""
 
     room: RoomId
     chunk: Chunk
@@ -171,8 +152,7 @@ class LeaseStarted(msgspec.Struct, frozen=True):
 class ReclaimAsked(msgspec.Struct, frozen=True):
     """The engine needs the pages of a room for another one, unless a decode rank needs them.
 
-    Attributes:
-        with_announced: An announcement does not count; decode has no pages for the room yet.
+    If `with_announced`, an announcement does not count; decode has no pages for the room yet.
     """
 
     room: RoomId
@@ -191,12 +171,10 @@ class MessageArrived(msgspec.Struct, frozen=True):
     """A message arrived over a connection to this rank.
 
     Attributes:
-        connection: Opaque identifier of the connection.
         denied: Why the sender is not authorised: its key is not listed for the instance that it names, or it has no
             capability for the room. Empty if it is authorised.
         principal: For a Hello, the authenticated identity of the sender, independent of the names in the message; empty
             if the rank does not require keys.
-        num_bytes: Size of the message.
         was_new: True for a Grant that was new when it arrived, and whose pages have arrived since; and for the message
             that ends one before they have.
     """
@@ -216,11 +194,7 @@ class PeerRevoked(msgspec.Struct, frozen=True):
 
 
 class ReplyLost(msgspec.Struct, frozen=True):
-    """The connection to a decode rank is gone, does not accept a message, or must be renewed because keys have changed.
-
-    Attributes:
-        connection: Opaque identifier of the connection.
-    """
+    """The connection to a decode rank is gone, does not accept a message, or must be renewed as keys have changed."""
 
     connection: bytes
 
@@ -228,9 +202,7 @@ class ReplyLost(msgspec.Struct, frozen=True):
 class HelloChecked(msgspec.Struct, frozen=True):
     """A Hello was compared with this rank's layout, and the transport was connected, see `CheckHello`.
 
-    Attributes:
-        link: Route to the decode rank; None if the Hello is not compatible.
-        failure: Why the Hello is not compatible.
+    `link` is None if the Hello is not compatible.
     """
 
     connection: bytes
@@ -240,12 +212,7 @@ class HelloChecked(msgspec.Struct, frozen=True):
 
 
 class DataReady(msgspec.Struct, frozen=True):
-    """The device has computed the data of an `AwaitData`, or failed to.
-
-    Attributes:
-        wait: Number of the `AwaitData`.
-        failure: None if the pages may be read.
-    """
+    """The device has computed the data of an `AwaitData`, or failed to; without a failure, the pages may be read."""
 
     delivery: DeliveryId
     wait: int
@@ -253,11 +220,9 @@ class DataReady(msgspec.Struct, frozen=True):
 
 
 class PlanFinished(msgspec.Struct, frozen=True):
-    """A plan was made off the event loop, see `PlanPiece`.
+    """A plan was made off the event loop, see `PlanPiece`, with digests by component, if the grant asks for them.
 
-    Attributes:
-        digests: Digests by component, if the grant asks for them.
-        staged: Staging slot that the piece is written to, if it is packed.
+    A packed piece is written to the slot `staged`.
     """
 
     delivery: DeliveryId
@@ -284,9 +249,8 @@ class PlanFailed(msgspec.Struct, frozen=True):
 class PostEnded(msgspec.Struct, frozen=True):
     """A post has ended, successfully or not: the transport no longer accesses its pages.
 
-    Attributes:
-        failure: None if every byte has reached the peer's memory.
-        lingers: Bytes in flight may still land in the peer's memory, until this process or the peer's ends.
+    Without a failure, every byte has reached the peer's memory. If it `lingers`, bytes in flight may still land there,
+    until this process or the peer's ends.
     """
 
     delivery: DeliveryId

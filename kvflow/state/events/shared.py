@@ -3,19 +3,13 @@
 import msgspec
 
 from kvflow.room import RoomId
-from kvflow.wire.messages import (
-    Failure,
-)
+from kvflow.wire.messages import Failure
 
 __all__ = ["CloseStarted", "DrainStarted", "QuarantineReleased", "TimePassed", "TransportClosed"]
 
 
 class QuarantineReleased(msgspec.Struct, frozen=True):
-    """An operator released pages from quarantine without a proof.
-
-    Attributes:
-        key: Room on a prefill rank, generation on a decode rank.
-    """
+    """An operator released pages without a proof: of a room on a prefill rank, of a generation on a decode rank."""
 
     key: RoomId
 

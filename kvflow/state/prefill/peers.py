@@ -39,12 +39,7 @@ class ClosedGeneration(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Accounting data of a stored Hello.
-
-    Attributes:
-        taker: Principal whose share it counts to.
-        num_bytes: Size of the Hello.
-    """
+    """The size of a stored Hello, and the principal whose share it counts to."""
 
     taker: str
     num_bytes: int
@@ -83,15 +78,9 @@ class DecodePeer:
     """One incarnation of a decode rank, as this rank knows it.
 
     Attributes:
-        id: The incarnation.
-        connection: Connection that it uses.
-        attempt: Attempt number of its last handshake.
-        link: What it wants from this rank.
-        closed: Its closed generations.
         floor: One above the highest generation that it has used.
         was_heard: Whether it has sent more than Hello and Goodbye, which proves that it has received a Welcome. A Hello
             alone may have outlived its sender in a queue.
-        kept: Accounting data of its last Hello.
         newcomer: Another incarnation of the same rank, until it is known whether this one is alive.
         asked_at: When this one was pinged because of the newcomer.
         refused: Incarnation that was last refused because this one is alive.
@@ -143,12 +132,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """All connected decode ranks, by incarnation, rank and connection.
-
-    Args:
-        timers: Where their lease checks are scheduled.
-        most: Maximum number of decode ranks, including those whose Hello is being checked.
-    """
+    """Connected decode ranks, by incarnation, rank and connection. Those whose Hello is being checked count as well."""
 
     def __init__(self, timers: Timers[PrefillTimer], most: int) -> None:
         self._timers = timers
@@ -354,11 +338,8 @@ class DecodePeers:
     def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
         """Note that a decode rank has received its Welcome, which ends its earlier incarnations.
 
-        Until then, an earlier incarnation may be the one that is running, and reconnect.
-
-        Args:
-            known: The decode rank.
-            forgotten: Earlier incarnations of it whose writes or slots were tracked until now.
+        Until then, an earlier incarnation may be the one that is running, and reconnect. `forgotten` are those whose
+        writes or slots were tracked until now.
         """
         known.was_heard = True
         gone = self._disconnected.pop(known.id.rank, None)

@@ -18,15 +18,7 @@ __all__ = ["ChunkPart", "cost_of", "resume_at", "split_chunk"]
 
 
 class ChunkPart(NamedTuple):
-    """A part of a chunk that is written separately.
-
-    Attributes:
-        ranges: Tokens by component.
-        ready: Event to wait for before its pages may be read, or None.
-        num_bytes: Bytes that the part takes.
-        layers: Layers of the part.
-        last: Whether this is the last part of the transfer.
-    """
+    """A part of a chunk that is written separately, once its event, if any, has fired; `last` ends the transfer."""
 
     ranges: Mapping[str, TokenRange]
     ready: ReadyEvent | None
@@ -47,13 +39,8 @@ def split_chunk(
     Components in different memory (states on the host, pages on a device) are split separately, because a write has one
     location at each end.
 
-    Args:
-        chunk: Chunk from the engine.
-        ranges: Tokens of the chunk that the decode rank wants, by component; none is empty. Without any there is one
-            part, which takes nothing.
-        wanted: All tokens of the transfer that the decode rank wants and this rank holds, by component.
-        granted: The pages that receive them.
-        link: Route to the decode rank.
+    `ranges` are the tokens of the chunk that the decode rank wants; none is empty, and without any there is one part,
+    which takes nothing. `wanted` are all such tokens of the transfer that this rank holds, and `granted` their pages.
     """
     parts = [ChunkPart(ranges, None, 0)] if not ranges else []
     for names in link.route.in_one_write:
@@ -66,13 +53,7 @@ def split_chunk(
 
 
 def cost_of(part: ChunkPart, link: PeerRoute, max_descriptor_bytes: int | None) -> Cost:
-    """Return the credit that a part takes from its peer's window, without planning it.
-
-    Args:
-        part: Part of a chunk.
-        link: Route to the decode rank.
-        max_descriptor_bytes: Longest descriptor that the transport accepts; None for no limit.
-    """
+    """Return the credit that a part takes from its peer's window, without planning it."""
     num_descriptors = part.num_bytes // max_descriptor_bytes if max_descriptor_bytes else 0
     for group in link.route.copy_groups:
         start, stop = part.ranges.get(group.component, (0, 0))

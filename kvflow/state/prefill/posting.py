@@ -27,12 +27,7 @@ SLOW_PLANS_AT_ONCE: Final = 1
 
 
 class Posting:
-    """Takes pieces from the queue in turns, so that neither the event loop nor a small piece waits for a large plan.
-
-    Args:
-        context: State that all rooms share, with the queue.
-        rooms: Rooms of the pieces.
-    """
+    """Takes pieces from the queue in turns, so that neither the event loop nor a small piece waits for a large plan."""
 
     def __init__(self, context: SendContext, rooms: Rooms) -> None:
         self._context = context
@@ -80,11 +75,7 @@ class Posting:
         return Turn.OVER if self._continues else Turn.TAKEN
 
     def _send_piece(self, piece: Piece, now: float) -> list[PrefillEffect]:
-        """Post a piece from the queue at once, or plan it off the event loop first.
-
-        Raises:
-            LocalProtocolError: The delivery of the piece is unknown.
-        """
+        """Post a piece from the queue at once, or plan it off the event loop first."""
         room, delivery = self._rooms.find_delivery(piece.delivery)
         if room is None or delivery is None:
             raise LocalProtocolError("piece of an unknown delivery", delivery=piece.delivery)

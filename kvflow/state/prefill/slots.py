@@ -77,14 +77,9 @@ class SlotPool:
 
 @dataclass(slots=True)
 class _Use:
-    """The use of a remote slot by a post.
+    """The use of a remote slot by a post, whose notice reports the bytes once they are written.
 
-    Attributes:
-        notice: Notice that reports the bytes once they are written.
-        is_written: Whether the write has succeeded.
-        has_ended: Whether the write has ended, successfully or not.
-        is_unread: Whether the decode rank no longer reads the slot.
-        num_asked: Number of queries for the slot.
+    The write `has_ended`, successfully if it `is_written`; if it `is_unread`, the decode rank no longer reads the slot.
     """
 
     slot: int
@@ -108,11 +103,7 @@ class _Window:
 class RemoteSlots:
     """Slots in the windows of all decode ranks.
 
-    Args:
-        peers: Decode ranks, which receive the queries.
-        timeouts: Pause before a slot is queried.
-        timers: Where the queries are scheduled.
-        on_change: Called with a decode rank when one of its slots has become free or lost.
+    `on_change` is called with a decode rank when one of its slots has become free or lost.
     """
 
     def __init__(

@@ -23,13 +23,6 @@ class UnfencedDeliveries:
     the last post has ended in a way that proves it. If there is no such way, only the end of one of the two processes
     is a proof. When there are too many unfenced deliveries, those of disconnected decode ranks are dropped; such a rank
     must not reconnect, and so is never sent Drained. While all decode ranks are connected, new work is refused instead.
-
-    Args:
-        peers: Decode ranks.
-        limit: Maximum number of deliveries.
-
-    Attributes:
-        num_to_gone: Number of deliveries to disconnected decode ranks; read-only.
     """
 
     def __init__(self, peers: DecodePeers, limit: int) -> None:
@@ -92,11 +85,7 @@ class UnfencedDeliveries:
             self._forget(delivery_id)
 
     def forget_earlier(self, peer: PeerId) -> list[PeerId]:
-        """Forget the deliveries to earlier incarnations of a decode rank, whose pages no longer exist.
-
-        Returns:
-            The earlier incarnations.
-        """
+        """Forget the deliveries to earlier incarnations of a decode rank, whose pages no longer exist; return those."""
         earlier = self._incarnations.others(peer)
         for other in earlier:
             self.forget_peer(other)

@@ -49,15 +49,12 @@ class Hello(Message, frozen=True, tag="hello"):
     """Decode -> prefill: start a handshake.
 
     Attributes:
-        peer: The sender.
         to: The incarnation that the sender expects to reach.
         attempt: Counts the sender's handshakes. The answer repeats it; a Hello with a lower attempt than the last one
             is ignored.
         versions: Lowest and highest supported protocol version.
         lease_s: How long the sender may be silent before it counts as dead.
-        backend: Name of the sender's transport.
         backend_metadata: What the receiver's transport needs in order to write to the sender's memory.
-        layout: The sender's KV layout.
         route: The cells that the receiver is to send.
         staging: Where the receiver may write packed pieces; None if it must not send any.
         agent: Name of the sender's transport agent, if it shares one with other ranks of its process; by default the
@@ -83,7 +80,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """Prefill -> decode: accepts a Hello.
 
     Attributes:
-        peer: The sender.
         attempt: Repeats the attempt of the Hello.
         version: Protocol version to use.
         domain: Where the transport's bytes in flight can be seen; see `kvflow.backends.base.Backend.domain`.
@@ -115,7 +111,6 @@ class Refuse(Message, frozen=True, tag="refuse"):
     A prefill rank or registry also sends it to reject a Register, Unregister or Lookup.
 
     Attributes:
-        peer: The sender.
         to: The incarnation that is refused; None if unknown.
         detail: Human-readable reason.
         attempt: Repeats the attempt of the Hello that is rejected; None if a new handshake is needed.
@@ -135,7 +130,6 @@ class Ping(Message, frozen=True, tag="ping"):
     """Decode -> prefill: I am alive. Prefill -> decode, when another process claims to be that rank: are you alive?
 
     Attributes:
-        peer: The sender.
         asks_ends: From decode: if not 0, the Pong repeats this number and has `ends`. It grows with each wait for last
             bytes.
     """
@@ -148,7 +142,6 @@ class Pong(Message, frozen=True, tag="pong"):
     """Either direction: answers a Ping.
 
     Attributes:
-        peer: The sender.
         asks_ends: As in the Ping that is answered.
         ends: From prefill, if asked: its sound data connections, see `kvflow.backends.base.Backend.ends_to`.
     """
@@ -162,7 +155,6 @@ class Goodbye(Message, frozen=True, tag="goodbye"):
     """Either direction: this incarnation is leaving.
 
     Attributes:
-        peer: The sender.
         failure: The reason, if the shutdown is not orderly.
         fenced: From prefill: True if nothing that this incarnation has written can land any more.
     """

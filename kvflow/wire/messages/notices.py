@@ -28,13 +28,9 @@ class Notice(Message, frozen=True, tag="notice"):
     """Prefill -> decode: the bytes of one chunk, or of one piece of a large chunk, are in the receiver's memory.
 
     Attributes:
-        room: The room that was sent.
-        generation: Repeated from the Grant.
         token: Repeated from the Grant.
-        engine_rank: Engine rank of the sender.
         seq: Counts the notices of this rank in this generation, from 0.
         ranges: Written token positions `[start, stop)`, by component.
-        num_bytes: Number of bytes written.
         last: True if no notice of this rank has a higher `seq`.
         metadata: Opaque bytes from the prefill engine to the decode engine; only on the last notice.
         digests: If the Grant requested them: by component in `ranges`, the digest of the written cells in logical
@@ -95,8 +91,6 @@ class Cancel(Message, frozen=True, tag="cancel"):
     """Decode -> prefill: stop sending, and send Drained once nothing can be written for this generation any more.
 
     Attributes:
-        room: The room of the transfer.
-        generation: Its generation.
         failure: Why it ended.
         has_landed: What was in flight has landed, or cannot any more.
     """
@@ -111,9 +105,6 @@ class Drained(Message, frozen=True, tag="drained"):
     """Prefill -> decode: the sender can no longer write anything for this generation.
 
     Attributes:
-        room: The room of the transfer.
-        generation: Its generation.
-        engine_rank: Engine rank of the sender.
         failure: Why the transfer ended, if the sender knows; repeats a Failed that may have been lost.
         in_flight: If not empty, the sender writes nothing more, but bytes of failed writes may still land, and this is
             where they can be seen (`kvflow.backends.base.Backend.domain`). The receiver answers with Cancel when none
@@ -131,10 +122,6 @@ class Failed(Message, frozen=True, tag="failed"):
     """Prefill -> decode: this transfer will not succeed.
 
     Attributes:
-        room: The room of the transfer.
-        generation: Its generation.
-        engine_rank: Engine rank of the sender.
-        failure: Why the transfer failed.
         drained: True if the sender can no longer write anything for this generation. If False, a Drained follows once
             that holds, which is never if the bytes of a failed write may still land at any time.
     """

@@ -7,15 +7,7 @@ import msgspec
 from kvflow.addresses import check_endpoint
 from kvflow.errors import ConfigError, RemoteProtocolError
 from kvflow.geometry.layout import KVLayout, Name
-from kvflow.wire.messages.values import (
-    MAX_RANKS_TOLD,
-    InstanceName,
-    Lease,
-    LookupNumber,
-    LookupTime,
-    Message,
-    PeerId,
-)
+from kvflow.wire.messages.values import MAX_RANKS_TOLD, InstanceName, Lease, LookupNumber, LookupTime, Message, PeerId
 
 __all__ = [
     "Lookup",
@@ -45,7 +37,6 @@ class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peer: The rank's current incarnation.
         num_ranks: Number of ranks in the instance, which is complete when all of them are registered.
-        endpoint: ZMQ address of the rank's control socket.
         backend: Name of its transport.
 
     Raises:

@@ -28,8 +28,6 @@ class Announce(Message, frozen=True, tag="announce"):
     A Grant or Decline of the same generation follows. Answered only if the room fails, by Failed.
 
     Attributes:
-        room: The room that will be granted.
-        generation: As in Grant.
         num_decode_ranks: Number of decode ranks that request this room.
         timeout_s: Time left until the decode rank gives up.
         capability: Permits the sender to receive the room, see `kvflow.gate.capability`; empty if it has none.
@@ -46,7 +44,6 @@ class Grant(Message, frozen=True, tag="grant"):
     """Decode -> prefill: permits writes to these pages.
 
     Attributes:
-        room: The room to send.
         generation: Identifies this attempt to receive the room; the decode rank never reuses one.
         token: Random. Every Notice must repeat it, because in-band notices carry no other proof of their origin.
         ranges: Requested token positions `[start, stop)`, by component.
@@ -102,9 +99,6 @@ class GrantedPages(Message, frozen=True, tag="granted_pages"):
     """Decode -> prefill: one part of the pages of a Grant, see `Grant.parts`; answers a PagesQuery.
 
     Attributes:
-        room: As in Grant.
-        generation: As in Grant.
-        part: Number of the part.
         pages: The pages as little-endian uint32. On the wire they are packed.
     """
 
@@ -120,8 +114,6 @@ class Decline(Message, frozen=True, tag="decline"):
     The receiver need not keep its pages. Answered by Drained.
 
     Attributes:
-        room: The room that is declined.
-        generation: As in Grant.
         failure: Why the room is declined.
         capability: As in Announce.
         peer: The sender, if there was no handshake, for example because it is refused; else None.

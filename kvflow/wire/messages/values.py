@@ -138,4 +138,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of every message."""
+    """Base of every message. Unless a message says otherwise, `peer` is its sender.
+
+    `room` and `generation` name a transfer, as in Grant, and `engine_rank` is that of its prefill rank.
+    """
