@@ -25,8 +25,8 @@ from kvflow.ports import Ports
 from kvflow.rank import Rank
 from kvflow.room import RoomId
 from kvflow.sender import RoomSender
-from kvflow.stages.agents import PeerAgents
 from kvflow.stages.bootstrap import HelloChecks
+from kvflow.stages.context import PeerAgents
 from kvflow.stages.enqueue import CapacityLine, DeviceWaits
 from kvflow.stages.grants import GrantCollector, RankMessage
 from kvflow.stages.planning import Planning

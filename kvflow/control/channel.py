@@ -40,8 +40,8 @@ from kvflow.control.sockets import (
 )
 from kvflow.control.tcp import Tcp, accept_connects, has_arrivals, ignore_connects
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
+from kvflow.gate.connections import GRACE_S, MAX_PAUSE_S, MUCH_BYTES
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
-from kvflow.gate.unread import GRACE_S, MAX_PAUSE_S, MUCH_BYTES
 from kvflow.hosts import host_towards
 from kvflow.ports import OnKindRefused, ignore
 from kvflow.resources import check_shortage, descriptors, find_shortage

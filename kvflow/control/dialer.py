@@ -35,7 +35,7 @@ from kvflow.control.sockets import (
 )
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
-from kvflow.gate.unread import MAX_WAITING_BYTES
+from kvflow.gate.connections import MAX_WAITING_BYTES
 from kvflow.ports import OnObstacle, OnRefused, ignore
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short

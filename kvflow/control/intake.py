@@ -17,8 +17,7 @@ import zmq
 
 from kvflow.control.sockets import NOBLOCK, ZmqSocket
 from kvflow.control.tcp import Tcp, is_listener
-from kvflow.gate.unread import UnreadBytes
-from kvflow.gate.unsent import UnsentBytes
+from kvflow.gate.connections import UnreadBytes, UnsentBytes
 from kvflow.gate.verdict import Cut
 from kvflow.ports import OnKindRefused
 

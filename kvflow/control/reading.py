@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from kvflow.errors import RemoteProtocolError, ThreadShortage
-from kvflow.gate.queued import QueuedMessages
+from kvflow.gate.rates import QueuedMessages
 from kvflow.gate.sizes import Unread
 from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Ports

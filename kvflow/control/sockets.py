@@ -13,8 +13,8 @@ from typing import Final
 import zmq
 
 from kvflow.errors import Unreachable
+from kvflow.gate.connections import MAX_SILENCE_MS
 from kvflow.gate.sizes import MAX_MESSAGE_BYTES
-from kvflow.gate.unread import MAX_SILENCE_MS
 from kvflow.resources import check_threads, descriptors
 
 __all__ = [

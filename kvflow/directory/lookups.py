@@ -10,7 +10,7 @@ from kvflow.control.reading import ReadingContext
 from kvflow.directory.client import CONNECTED, RegistryClient
 from kvflow.errors import Shortage
 from kvflow.observe.logs import BoundLogger
-from kvflow.state.decode.lookups import MAX_LOOKUPS
+from kvflow.state.decode.dialing import MAX_LOOKUPS
 from kvflow.state.events import InstanceAddress, InstanceRef
 from kvflow.trust import PLAIN, Trust
 from kvflow.wire.messages import RankRecord
@@ -37,9 +37,9 @@ class Directories:
         registry: Address of the registry for names; None if there is none.
         log: Logger for the connections.
         context: Sockets, clock, and the means to parse long answers.
-        on_found: Called with the instance looked up, its records by engine rank, and the number of the lookup.
-        on_refused: Called with an instance, or None for all names, the reason if either end of the connection rejects
-            the other or there is no connection, and whether this process lacks the descriptors for one.
+        on_found: Takes the instance looked up, its records by engine rank, and the number of the lookup.
+        on_refused: Takes an instance, or None for all names, the reason why it cannot be looked up, and whether this
+            process lacks the descriptors for a connection.
         trust: Own keys, and the keys that directories must have.
 
     Raises:

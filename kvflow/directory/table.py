@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvflow.gate.shares import DirectoryShares
+from kvflow.state.decode.instances import is_complete
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
     MAX_RANKS_TOLD,
@@ -29,13 +30,7 @@ __all__ = ["Answer", "Change", "RegistryTable", "is_complete"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A message to send over a connection.
-
-    Attributes:
-        connection: Connection to send over.
-        message: Message to send.
-        then: Another answer, to be sent only if this one could be sent.
-    """
+    """A message to send over a connection; `then` is sent only if this one could be sent."""
 
     connection: bytes
     message: Message
@@ -43,12 +38,9 @@ class Answer:
 
 
 class Change(NamedTuple):
-    """A rank has registered, has left, or has been replaced by another incarnation.
+    """A rank has registered, has left, or has been replaced: who held its place, and who does now.
 
-    Attributes:
-        before: The incarnation that held the place; None if it was free.
-        after: The one that holds it now; None if it is free.
-        endpoint: Address of the latter, or else of the former.
+    `endpoint` is the address of the latter, or else of the former.
     """
 
     before: PeerId | None
@@ -69,12 +61,7 @@ class _LookupTimeout:
 
 @dataclass(slots=True)
 class _Claim:
-    """An incarnation that registers a rank.
-
-    Attributes:
-        record: Its latest record.
-        connection: Connection of its latest Register.
-    """
+    """An incarnation that registers a rank: its latest record, and the connection of its latest Register."""
 
     record: SealedRecord
     connection: bytes
@@ -103,12 +90,7 @@ class _RankClaims:
 
 @dataclass(slots=True)
 class _Instance:
-    """An instance.
-
-    Attributes:
-        places: Its ranks.
-        waiting: The lookups that wait for it by connection, each with the highest number received for it.
-    """
+    """The ranks of an instance, and the lookups that wait for it, by connection, with the highest number of each."""
 
     places: dict[int, _RankClaims] = field(default_factory=dict)
     waiting: dict[bytes, int] = field(default_factory=dict)
@@ -117,10 +99,7 @@ class _Instance:
 class RegistryTable:
     """Leased ranks by instance, and lookups that wait until their instance is complete or they time out.
 
-    Attributes:
-        timers: When `expire` must be called.
-        shares: What each principal has of the table.
-        changes: What has changed; the owner of the table clears it.
+    Its owner calls `expire` when `timers` say, and clears `changes`.
     """
 
     def __init__(self) -> None:
@@ -140,11 +119,9 @@ class RegistryTable:
         return self.shares.lookups.total
 
     def has_place(self, record: SealedRecord, principal: str | None = None) -> bool:
-        """Return whether a rank has a place, or its sender's shares leave room for one.
+        """Return whether a rank has a place, or the shares of its sender's principal leave room for one.
 
-        Args:
-            record: The rank's record.
-            principal: Principal of the sender; None without keys, in which case the share is that of the instance.
+        Without keys there is no principal, and the share is that of the instance.
         """
         rank = record.peer.rank
         taker = principal or rank.instance
@@ -169,15 +146,8 @@ class RegistryTable:
     ) -> list[Answer]:
         """Record a rank, or renew its lease. Call it after the reply from `answer_to` was sent.
 
-        Args:
-            record: The rank's record.
-            lease_s: How long the record is kept without a renewal.
-            connection: Connection that the Register arrived on.
-            now: Current time.
-            principal: As in `has_place`.
-
-        Returns:
-            The answers to lookups of its instance, and to both incarnations if another one is refused.
+        The principal is as in `has_place`. Return the answers to lookups of its instance, and to both incarnations if
+        another one is refused.
         """
         peer = record.peer
         instance = self._instances.setdefault(peer.rank.instance, _Instance())
@@ -194,7 +164,10 @@ class RegistryTable:
             self._note_holder(holder, place)
             if place.refused is not None and place.refused is not claim:
                 answers.append(_conflict(place.holder, place.refused))
-        return answers + self._answer_if_complete(peer.rank.instance, instance)
+        records = _complete_records(instance) if instance.waiting else None
+        if records is not None:
+            answers += [self._answer(peer.rank.instance, waiting, records) for waiting in list(instance.waiting)]
+        return answers
 
     def unregister(self, peer: PeerId) -> None:
         """Remove one incarnation of a rank. Others stay."""
@@ -215,11 +188,7 @@ class RegistryTable:
     def may_wait(self, instance: str, connection: bytes, taker: str = "") -> bool:
         """Return whether a lookup is already waiting, or its sender's share permits it to wait.
 
-        Args:
-            instance: Name of the instance.
-            connection: Connection that the Lookup arrived on.
-            taker: Whose share it is: the sender's principal, or without keys its host; empty if only the connection is
-                known.
+        The taker is the sender's principal, or without keys its host; empty if only the connection is known.
         """
         entry = self._instances.get(instance)
         is_waiting = entry is not None and connection in entry.waiting
@@ -236,15 +205,7 @@ class RegistryTable:
     ) -> list[Answer]:
         """Answer a lookup, or let it wait until the instance is complete or the lookup times out.
 
-        A lookup that may not wait is answered immediately, with the ranks known.
-
-        Args:
-            instance: Name of the instance.
-            timeout_s: How long the lookup may wait.
-            connection: Connection that the Lookup arrived on.
-            now: Current time.
-            number: Number for the answer to repeat.
-            taker: As in `may_wait`.
+        A lookup that may not wait is answered immediately, with the ranks known. The answer repeats the number.
         """
         entry = self._instances.get(instance) or _Instance()
         if not self.may_wait(instance, connection, taker):
@@ -326,12 +287,6 @@ class RegistryTable:
         if not entry.places and not entry.waiting:
             del self._instances[instance]
 
-    def _answer_if_complete(self, instance: str, entry: _Instance) -> list[Answer]:
-        records = _complete_records(entry) if entry.waiting else None
-        if records is None:
-            return []
-        return [self._answer(instance, connection, records) for connection in list(entry.waiting)]
-
     def _answer(self, instance: str, connection: bytes, records: tuple[SealedRecord, ...]) -> Answer:
         entry = self._instances[instance]
         self.timers.clear(_LookupTimeout(instance, connection))
@@ -364,12 +319,3 @@ def _complete_records(entry: _Instance) -> tuple[SealedRecord, ...] | None:
         return None
     records = _records(entry)
     return records if is_complete(records) else None
-
-
-def is_complete(records: tuple[SealedRecord, ...]) -> bool:
-    """Return whether records contain every rank of an instance, in order.
-
-    `num_ranks` is not trusted, so nothing of that size is allocated.
-    """
-    is_whole = bool(records) and len(records) == records[0].num_ranks
-    return is_whole and all(record.peer.rank.engine_rank == rank for rank, record in enumerate(records))

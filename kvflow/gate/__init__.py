@@ -1,6 +1,6 @@
 """Decides about everything that comes from outside this process. Pure: the time is passed in.
 
-`sizes` and `weight` say how long a message may be, `rates` how many may come, `queued` how many may wait to be parsed,
-`shares` how much each sender may keep, `unread` and `unsent` which connections are cut, `identity` and `capability` who
-may say what, `hellos` what a handshake may take, and `grants` which page tables are asked for.
+`sizes` says how long a message may be, `rates` how many may come and wait to be parsed, `shares` how much each sender
+may keep, `connections` which connections are cut, `identity` and `capability` who may say what, `hellos` what a
+handshake may take, and `grants` which page tables are asked for.
 """

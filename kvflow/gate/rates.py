@@ -1,6 +1,6 @@
-"""How much each sender may ask for in a while: the budgets, and what is over them. Pure."""
+"""How much each sender may ask for in a while, and have queued. Pure."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -10,17 +10,12 @@ from kvflow.gate.verdict import ACCEPTED, Action, Verdict
 from kvflow.trust import ANY
 from kvflow.wire.messages import Decline, Hello, SealedRegister
 
-__all__ = ["RECORDS_BYTES", "Budget", "Budgets", "ListenerGate"]
+__all__ = ["RECORDS_BYTES", "Budget", "Budgets", "ListenerGate", "QueuedMessages"]
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """What each taker may spend: a token bucket.
-
-    Attributes:
-        at_once: Capacity of the bucket.
-        per_s: Refill rate, per second.
-    """
+    """What each taker may spend: a token bucket of this capacity, refilled at this rate."""
 
     at_once: int
     per_s: float
@@ -83,8 +78,7 @@ class Budgets:
 class ListenerGate:
     """Judges what arrives at a listener before it is parsed, and how much its senders are told.
 
-    Args:
-        names_of: Returns the instances that the peer of a connection may act for.
+    `names_of` returns the instances that the peer of a connection may act for.
     """
 
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
@@ -99,11 +93,7 @@ class ListenerGate:
     def admit(self, connection: bytes, unread: Unread, now: float, *, is_known: bool) -> Verdict:
         """Decide whether a message is parsed.
 
-        Args:
-            connection: Connection that it arrived on.
-            unread: The message.
-            now: The time.
-            is_known: Whether its sender has sent a Hello over this connection, or needs to send none.
+        `is_known`: its sender has sent a Hello over this connection, or needs to send none.
         """
         kind, num_bytes = unread.kind, len(unread.data)
         if kind is Hello:
@@ -120,15 +110,10 @@ class ListenerGate:
         return ACCEPTED
 
     def reject(self, kind: str, connection: bytes, num_bytes: int, now: float, *, is_repeated: bool = False) -> Verdict:
-        """Drop a message, and decide whether its connection is cut.
+        """Drop a message, which counts as `kind`, and decide whether its connection is cut.
 
-        Args:
-            kind: What it counts as.
-            connection: Connection that it arrived on.
-            num_bytes: Its size.
-            now: The time.
-            is_repeated: Whether honest peers repeat it until it is accepted, which all ranks of a principal may do at
-                once. It counts for its connection only.
+        `is_repeated`: honest peers repeat it until it is accepted, which all ranks of a principal may do at once, so it
+        counts for its connection only.
         """
         taker = connection if is_repeated else self.principal_of(connection) or connection
         is_within = self._budgets.spend(REJECTIONS, taker, now, 1 + num_bytes // BYTES_OF_REJECTION)
@@ -149,3 +134,34 @@ class ListenerGate:
 
     def _spend(self, budget: Budget, connection: bytes, now: float, amount: float = 1) -> bool:
         return self._budgets.spend(budget, self.principal_of(connection) or connection, now, amount)
+
+
+MAX_QUEUED_BYTES: Final = 16 * 2**20
+"""Limit per principal for queued messages: long ones, and those that arrived after them."""
+
+OVERHEAD_BYTES: Final = 256
+"""Counted for each queued message in addition to its bytes."""
+
+
+class QueuedMessages:
+    """The queued messages of one principal; the first one is being parsed. `num_bytes` includes overhead."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[bytes, Unread]] = deque()
+        self.connections: Counter[bytes] = Counter()
+        self.num_bytes = 0
+
+    def add_message(self, connection: bytes, unread: Unread) -> Verdict:
+        """Queue a message if there is room."""
+        if self.num_bytes + len(unread.data) > MAX_QUEUED_BYTES:
+            return Verdict(Action.POSTPONE, "message_over_budget")
+        self.waiting.append((connection, unread))
+        self.connections[connection] += 1
+        self.num_bytes += len(unread.data) + OVERHEAD_BYTES
+        return ACCEPTED
+
+    def drop_first(self) -> None:
+        """Remove the first message, which was parsed."""
+        connection, unread = self.waiting.popleft()
+        self.connections[connection] -= 1
+        self.num_bytes -= len(unread.data) + OVERHEAD_BYTES

@@ -4,28 +4,28 @@ A `Copier` copies one kind of memory, and allocates staging memory of that kind.
 """
 
 import abc
+import errno
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
 
-from kvflow.errors import PlanError
+from kvflow.errors import PlanError, Shortage
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout, RegionKey
 from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns, PackedSlices, Payload, find_runs
 from kvflow.geometry.pages import PageTable
+from kvflow.resources import describe_shortage
 
-__all__ = ["Allocation", "Copier", "PackWork"]
+__all__ = ["Allocation", "Copier", "HostCopier", "PackWork"]
 
 
 class Allocation(NamedTuple):
-    """Allocated memory of a copier's kind.
-
-    Attributes:
-        address: Address of the first byte.
-        owner: Object that keeps the memory alive.
-    """
+    """Allocated memory of a copier's kind; `owner` keeps it alive."""
 
     address: int
     owner: object
@@ -50,21 +50,14 @@ class Copier(abc.ABC):
 
     @abc.abstractmethod
     def bases(self, layout: KVLayout, view: View) -> Mapping[RegionKey, int]:
-        """Return the start addresses of a layout's regions in this process.
-
-        Args:
-            layout: Layout of memory of this kind.
-            view: Returns host memory as this process maps it.
-        """
+        """Return where a layout's regions start in this process; `view` returns host memory as mapped here."""
 
     @abc.abstractmethod
     def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
-        """Copy runs between the memory that they name and a staging slot. The copy is complete on return.
+        """Copy runs, at addresses in this process, between memory and a staging slot. The copy is complete on return.
 
-        Args:
-            runs: Runs at addresses in this process, from `pack`.
-            slot: Slot in this process; the payload starts at its first byte and fits.
-            gather: Copy from memory into the slot; otherwise from the slot into memory.
+        The payload starts at the first byte of the slot, and fits. If `gather`, copy from memory into the slot;
+        otherwise from the slot into memory.
 
         Raises:
             PlanError: The memory does not match the layout.
@@ -79,8 +72,6 @@ class PackWork(msgspec.Struct, frozen=True):
         payload: The same on both sides.
         slices: This side's slices of the route, at addresses in this process.
         tables: Pages of this rank, by component.
-        slot: Staging slot in this process.
-        copier: Copier for the memory of pages and slot.
     """
 
     payload: Payload
@@ -108,3 +99,67 @@ class PackWork(msgspec.Struct, frozen=True):
         if total != num_bytes or total > self.slot.length:
             raise PlanError("payload has the wrong size", found=total, expected=num_bytes, slot_bytes=self.slot.length)
         self.copier.copy(runs, self.slot, gather=gather)
+
+
+BLOCK_BYTES: Final = 2**18
+"""Bytes copied at once; a block stays in the L2 cache."""
+
+
+class _Addressed:
+    """Memory at an address, for numpy: elements of one length that start at every byte."""
+
+    def __init__(self, address: int, num_bytes: int, length: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (num_bytes - length + 1,),
+            "strides": (1,),
+            "typestr": f"|V{length}",
+        }
+
+
+def _elements(address: int, num_bytes: int, length: int) -> NDArray[np.void]:
+    return np.asarray(_Addressed(address, num_bytes, length))
+
+
+class HostCopier(Copier):
+    """A copier for host memory, with numpy.
+
+    Both directions use the same technique: an array whose elements are as long as the runs, and start at every byte,
+    lets numpy load and store any run at memory speed. Blocks stay in the processor's cache in between.
+    """
+
+    @override
+    def allocate(self, num_bytes: int) -> Allocation:
+        try:
+            memory = np.zeros(num_bytes, np.uint8)
+        except MemoryError as error:
+            detail = describe_shortage(errno.ENOMEM)
+            raise Shortage(
+                "host has not enough memory for staging_bytes", num_bytes=num_bytes, detail=detail
+            ) from error
+        return Allocation(int(memory.ctypes.data), memory)
+
+    @override
+    def bases(self, layout: KVLayout, view: View) -> Mapping[RegionKey, int]:
+        return {
+            key: int(view(MemoryRange(region.address, region.span)).ctypes.data)
+            for key, region in layout.regions().items()
+        }
+
+    @override
+    def copy(self, runs: Sequence[PackedRuns], slot: MemoryRange, *, gather: bool) -> None:
+        for group in runs:
+            first = int(group.memory.min())
+            span = int(group.memory.max()) - first + group.length
+            memory = _elements(first, span, group.length)
+            payload = _elements(slot.address, slot.length, group.length)
+            at = (group.memory - np.uint64(first)).astype(np.intp)
+            places = group.payload.astype(np.intp)
+            step = max(1, BLOCK_BYTES // group.length)
+            for start in range(0, len(at), step):
+                block = slice(start, start + step)
+                if gather:
+                    payload[places[block]] = memory[at[block]]
+                else:
+                    memory[at[block]] = payload[places[block]]

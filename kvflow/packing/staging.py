@@ -1,6 +1,7 @@
-"""Staging memory of a rank, and the gathering of pieces into it on a prefill rank."""
+"""Staging memory of a rank, the gathering of pieces into it on a prefill rank, and the scattering on a decode rank."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -8,34 +9,31 @@ import msgspec
 import numpy as np
 
 from kvflow.config import PrefillConfig, RankConfig
+from kvflow.errors import PlanError
 from kvflow.geometry.binding import BoundRoute
 from kvflow.geometry.digest import View
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.memory import MemoryRange, merge_ranges
 from kvflow.geometry.pack import PackedSlices, Payload, find_slices
+from kvflow.geometry.pages import PageTable, read_page_tables
 from kvflow.geometry.plan import Descriptors
 from kvflow.geometry.routes import RegionSlice
-from kvflow.packing.copier import Copier, PackWork
-from kvflow.packing.host import HostCopier
-from kvflow.state.effects import Piece
+from kvflow.packing.copier import Copier, HostCopier, PackWork
+from kvflow.state.effects import Piece, ScatterStaged
+from kvflow.state.events import ConnectedRank, ReceiveOpened
 from kvflow.state.settings import LocalStagingSettings, WindowSettings
-from kvflow.wire.messages import Staged
+from kvflow.wire.messages import PeerId, Staged
 
-__all__ = ["Gathering", "LocalStaging", "StagingMemory", "staging_memory"]
+__all__ = ["Gathering", "LocalStaging", "Scattering", "StagingMemory", "staging_memory"]
 
 PAGE_BYTES: Final = 4096
 
 
 class StagingMemory:
-    """Memory for packed pieces. It must live as long as it is registered with the transport.
-
-    Args:
-        num_bytes: Size in bytes.
-        copier: Copier for the kind of memory that the pages are in.
+    """Memory for packed pieces, of the kind that the pages are in. It must live as long as the transport knows it.
 
     Attributes:
         range: Its address and length.
-        copier: The same copier.
 
     Raises:
         Shortage: There is not enough memory.
@@ -64,25 +62,18 @@ def staging_memory(config: RankConfig, layout: KVLayout, descriptor_overhead_s: 
     A rank whose memory is in several locations has none: a payload would have to be packed from all of them. If
     descriptors have no known cost, none is allocated unless configured explicitly: no route would use it.
 
-    Args:
-        config: Configuration of the rank.
-        layout: Layout of the rank.
-        descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
-
     Raises:
         Shortage: There is not enough memory.
     """
-    if len(layout.registered_locations) > 1 or not _may_pack(config, descriptor_overhead_s):
+    if isinstance(config, PrefillConfig):
+        may_pack = config.packing == "always" or (config.packing == "auto" and descriptor_overhead_s > 0)
+    else:  # prefill decides what to pack
+        may_pack = descriptor_overhead_s > 0 or config.staging_bytes is not None
+    if len(layout.registered_locations) > 1 or not may_pack:
         return None
     num_bytes = config.staging_bytes_for(is_on_host=layout.is_on_host)
     copier = _copier_for(layout) if num_bytes else None
     return None if copier is None else StagingMemory(num_bytes, copier)
-
-
-def _may_pack(config: RankConfig, descriptor_overhead_s: float) -> bool:
-    if not isinstance(config, PrefillConfig):  # prefill decides what to pack
-        return descriptor_overhead_s > 0 or config.staging_bytes is not None
-    return config.packing == "always" or (config.packing == "auto" and descriptor_overhead_s > 0)
 
 
 def _copier_for(layout: KVLayout) -> Copier | None:
@@ -98,11 +89,9 @@ def _copier_for(layout: KVLayout) -> Copier | None:
 
 
 class Gathering(msgspec.Struct, frozen=True):
-    """The gathering of a piece, which may run in any thread.
+    """The gathering of a piece into a slot of this rank, which may run in any thread.
 
     Attributes:
-        work: Copies the cells of the piece into a slot of this rank.
-        num_bytes: Size of the piece.
         target: Address of its slot at the decode rank.
         staged: The same slot, as stated in the notice.
     """
@@ -113,14 +102,7 @@ class Gathering(msgspec.Struct, frozen=True):
     staged: Staged
 
     def gather(self, route: BoundRoute, max_bytes: int | None) -> Descriptors:
-        """Copy the piece into the slot.
-
-        Args:
-            route: Route to the decode rank.
-            max_bytes: Longest descriptor that the transport accepts; None for no limit.
-
-        Returns:
-            Descriptors that move it from there.
+        """Copy the piece into the slot, and return descriptors, of at most `max_bytes`, that move it from there.
 
         Raises:
             PlanError, MemoryError: As in `PackWork.gather`.
@@ -135,18 +117,7 @@ class Gathering(msgspec.Struct, frozen=True):
 
 
 class LocalStaging:
-    """Staging memory of a prefill rank, into which pieces are gathered.
-
-    Args:
-        memory: The memory.
-        layout: Layout of this rank, in the same kind of memory.
-        view: Gives access to the memory of the layout, if it is host memory.
-        config: Configuration of slots and packing.
-        descriptor_overhead_s: Time that each descriptor costs the transport besides its bytes, in seconds.
-
-    Attributes:
-        settings: Settings for the core.
-    """
+    """Staging memory of a prefill rank, into which pieces are gathered."""
 
     def __init__(
         self,
@@ -179,10 +150,7 @@ class LocalStaging:
     def gathering(self, piece: Piece, slices: Mapping[str, PackedSlices], *, head_major: bool) -> Gathering | None:
         """Return the gathering of a piece; None if the piece has no slots.
 
-        Args:
-            piece: Piece to pack.
-            slices: Slices of its route, from `find`.
-            head_major: Order of the cells in the payload.
+        `slices` are those of its route, from `find`, and `head_major` is the order of the cells in the payload.
         """
         slots, window = piece.slots, piece.link.staging
         if slots is None or window is None:
@@ -194,3 +162,52 @@ class LocalStaging:
         return Gathering(
             work, piece.cost.num_bytes, window.slot_address(slots.remote), Staged(slots.remote, head_major)
         )
+
+
+MAX_KEPT: Final = 256
+"""Maximum number of ranks whose slices are cached."""
+
+
+class Scattering:
+    """Prepares the scattering of packed pieces on a decode rank."""
+
+    def __init__(self, memory: StagingMemory, layout: KVLayout, view: View) -> None:
+        self._layout = layout
+        self._copier = memory.copier
+        self._bases = functools.cache(lambda: memory.copier.bases(layout, view))
+        self._tables: dict[int, Mapping[str, PageTable]] = {}
+        self._slices: OrderedDict[PeerId, tuple[tuple[RegionSlice, ...], Mapping[str, PackedSlices]]] = OrderedDict()
+
+    def work(self, effect: ScatterStaged) -> PackWork:
+        """Collect what scattering the piece of a notice needs.
+
+        Raises:
+            PlanError: The notice has no staging slot, or names cells or pages that this rank does not have.
+        """
+        window, notice, opened = effect.rank.staging, effect.notice, effect.opened
+        if window is None or notice.staged is None:
+            raise PlanError("notice has no staging slot", seq=notice.seq)
+        head_major = notice.staged.head_major
+        payload = Payload(effect.rank.expected, notice.ranges, opened.ranges, head_major, notice.layer_range)
+        slot = MemoryRange(window.slot_address(notice.staged.slot), window.slot_bytes)
+        return PackWork(payload, self._slices_of(effect.rank), self._tables_of(opened), slot, self._copier)
+
+    def drop(self, generation: int) -> None:
+        """Drop the page tables of an ended transfer."""
+        self._tables.pop(generation, None)
+
+    def _slices_of(self, rank: ConnectedRank) -> Mapping[str, PackedSlices]:
+        known = self._slices.get(rank.peer)
+        if known is not None and known[0] == rank.slices:  # its route may have changed with other ranks of its instance
+            return known[1]
+        found = find_slices(rank.slices, self._layout, self._bases())
+        self._slices[rank.peer] = rank.slices, found
+        while len(self._slices) > MAX_KEPT:
+            self._slices.popitem(last=False)
+        return found
+
+    def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
+        tables = self._tables.get(opened.generation)
+        if tables is None:
+            tables = self._tables[opened.generation] = read_page_tables(opened.ranges, opened.pages, self._layout)
+        return tables

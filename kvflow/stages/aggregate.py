@@ -12,8 +12,7 @@ from kvflow.backends.base import Backend, BackendEvent, NoticeArrived
 from kvflow.errors import FailureReason, PlanError, RemoteProtocolError, Stage
 from kvflow.geometry.layout import KVLayout
 from kvflow.packing.copier import PackWork
-from kvflow.packing.scatter import Scattering
-from kvflow.packing.staging import StagingMemory
+from kvflow.packing.staging import Scattering, StagingMemory
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import find_difference
 from kvflow.state.effects import ReportReceiver, ScatterStaged, VerifyDigests
@@ -31,14 +30,7 @@ NOTICES: Final[Reader[Notice]] = Reader(Notice)
 
 
 class Aggregate:
-    """Handles arrived data.
-
-    Args:
-        context: Context of this rank.
-        layout: Layout of this rank.
-        backend: Transport that delivers notices and gives access to memory.
-        staging: Memory into which peers write packed pieces; None if this rank accepts none.
-    """
+    """Handles arrived data; without `staging`, this rank accepts no packed pieces."""
 
     def __init__(
         self, context: StageContext[DecodeEvent], layout: KVLayout, backend: Backend, staging: StagingMemory | None

@@ -24,12 +24,11 @@ from kvflow.geometry.pack import PackedSlices, is_head_major
 from kvflow.geometry.routes import compile_routes
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Connection
-from kvflow.stages.agents import PeerAgents
-from kvflow.stages.context import StageContext, agent_name
+from kvflow.stages.context import PeerAgents, StageContext, agent_name
 from kvflow.stages.planning import PreparedRoute
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.prefill.link import link_for
+from kvflow.state.packing import link_for
 from kvflow.state.settings import PrefillSettings
 from kvflow.trust import Trust
 from kvflow.wire.codec import Reader, encode
@@ -61,13 +60,7 @@ SLICES_BOUND_INLINE: Final = 256
 class HelloChecks:
     """Checks Hellos against this rank's layout, and connects the transport to their senders.
 
-    Args:
-        context: Context of this rank.
-        settings: Settings of this rank's core.
-        backend: Transport to connect to each accepted decode rank.
-        agents: Transport agents of the decode ranks.
-        staging: Staging memory for packed pieces; None to pack nothing.
-        principal_of: Returns the principal of a connection.
+    `principal_of` returns the principal of a connection. Without `staging`, nothing is packed.
     """
 
     def __init__(
@@ -124,11 +117,7 @@ class HelloChecks:
         self._context.dispatch(checked)
 
     def _check_agent(self, hello: Hello) -> None:
-        """Check that a peer may have the agent that it claims.
-
-        Raises:
-            RemoteProtocolError: It may not.
-        """
+        """Raise RemoteProtocolError if a peer must not have the agent that it claims."""
         agent, shared = hello.agent or agent_name(hello.peer), self._backend.shared_agent
         is_ours = agent == shared and self._backend.is_shared_with(agent_name(hello.peer))
         own = [agent_name(self._context.me), *([shared] if shared else [])]
@@ -183,12 +172,7 @@ ANSWERS: Final[Reader[Answer]] = Reader(Answer)
 
 
 class PeerConnections:
-    """The connections of a decode rank to prefill ranks.
-
-    Args:
-        context: Context of this rank.
-        trust: Own keys, and the keys that prefill ranks must have.
-    """
+    """The connections of a decode rank to prefill ranks."""
 
     def __init__(self, context: StageContext[ev.DecodeEvent], trust: Trust) -> None:
         self._context = context
@@ -272,12 +256,7 @@ class PeerConnections:
 
 
 class RouteCompiler:
-    """Compiles the routes from the ranks of an instance to this rank.
-
-    Args:
-        context: Context of this rank.
-        layout: Layout of this rank.
-    """
+    """Compiles the routes from the ranks of an instance to this rank."""
 
     def __init__(self, context: StageContext[ev.DecodeEvent], layout: KVLayout) -> None:
         self._context = context
@@ -315,12 +294,9 @@ class RouteCompiler:
 
 
 class _LastBytesWait:
-    """A wait for last bytes.
+    """A wait for last bytes, with its number, and the ends of connections over which none of them can come.
 
-    Attributes:
-        number: Its number.
-        ends: Ends of connections over which none of the awaited bytes can come. The transport that waits looks at them
-            each time.
+    The transport that waits looks at `ends` each time.
     """
 
     def __init__(self, number: int) -> None:
@@ -336,12 +312,7 @@ class _LastBytesWait:
 
 
 class PeerProofs:
-    """Finds out whether a silent prefill rank still exists, and waits until its writes can no longer land.
-
-    Args:
-        context: Context of this rank.
-        backend: Transport that waits for the writes of ended processes.
-    """
+    """Finds out whether a silent prefill rank still exists, and waits until its writes can no longer land."""
 
     def __init__(self, context: StageContext[ev.DecodeEvent], backend: Backend) -> None:
         self._context = context

@@ -9,8 +9,7 @@ from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
-from kvflow.stages.agents import PeerAgents
-from kvflow.stages.context import StageContext
+from kvflow.stages.context import PeerAgents, StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
 from kvflow.wire.codec import encode
@@ -28,24 +27,14 @@ class _Post(NamedTuple):
 
 @dataclass(slots=True)
 class PathTotals:
-    """Totals of one path: direct or packed."""
+    """Totals of posts to pages, or to staging slots."""
 
     num_posts: int = 0
     num_bytes: int = 0
 
 
 class Submit:
-    """Posts planned pieces.
-
-    Args:
-        context: Context of this rank.
-        backend: Transport to post to.
-        agents: Transport agents of the decode ranks.
-
-    Attributes:
-        direct: Totals of posts to pages.
-        packed: Totals of posts to staging slots.
-    """
+    """Posts planned pieces."""
 
     def __init__(self, context: StageContext[ev.PrefillEvent], backend: Backend, agents: PeerAgents) -> None:
         self._context = context
@@ -76,11 +65,7 @@ class Submit:
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
         """Post a piece, and dispatch PostEnded when the post has ended.
 
-        Args:
-            delivery: Delivery that the piece belongs to.
-            seq: Number of the piece in the delivery.
-            moves: What to write.
-            notice: Notice to deliver after the last byte, if the transport supports in-band notices.
+        The notice is delivered after the last byte, if the transport supports in-band notices.
         """
         post_id = self._num_posts
         self._num_posts += 1

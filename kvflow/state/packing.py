@@ -1,4 +1,4 @@
-"""The choice between packing a piece (gathering, one write, scattering) and writing it to its pages directly.
+"""How chunks are sent to a decode rank: packed (gathered, one write, scattered), or written to their pages directly.
 
 A direct write pays an overhead for each descriptor. Packing copies each byte twice more, once on each side, and costs a
 fixed time for each piece. The bytes of the write itself are the same either way. Pure.
@@ -8,10 +8,13 @@ import math
 from typing import Final
 
 from kvflow.config import Packing
-from kvflow.geometry.binding import BoundRoute
-from kvflow.geometry.split import SplitPolicy
+from kvflow.geometry.binding import BoundRoute, bind_route
+from kvflow.geometry.split import SplitPolicy, split_policy_for
+from kvflow.state.events import PeerRoute
+from kvflow.state.settings import PrefillSettings
+from kvflow.wire.messages import Hello
 
-__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "packed_policy", "pays_off"]
+__all__ = ["BLOCK_S", "COPY_S_PER_BYTE", "descriptors_to_pay_off", "link_for", "packed_policy", "pays_off"]
 
 COPY_S_PER_BYTE: Final = 0.15e-9
 """Extra cost of a packed byte over a byte of a large descriptor, in seconds. Gathering and scattering take 0.3 ns each
@@ -31,11 +34,7 @@ SAMPLE_TOKENS: Final = 2**14
 def pays_off(num_bytes: int, num_descriptors: int, descriptor_overhead_s: float, packing: Packing = "auto") -> bool:
     """Return whether a piece is faster when it is packed.
 
-    Args:
-        num_bytes: Size of the piece.
-        num_descriptors: Number of descriptors of a direct write.
-        descriptor_overhead_s: Time that each of them costs besides its bytes, in seconds; 0 if unknown.
-        packing: Configured packing mode.
+    A direct write takes `num_descriptors`, each of which costs `descriptor_overhead_s` besides its bytes; 0 if unknown.
     """
     if packing == "auto":
         return num_descriptors * descriptor_overhead_s > _cost_s(num_bytes)
@@ -52,15 +51,8 @@ def packed_policy(
 ) -> SplitPolicy:
     """Return how to split chunks: into pieces that fit a slot, if packing pays off for most of the route.
 
-    Chunks with contiguous pages need no packing, and are split as if there were no slots: small pieces would make their
-    descriptors shorter.
-
-    Args:
-        split_policy: How to split chunks without slots.
-        route: Route of the chunks.
-        slot_bytes: Bytes that fit a slot on both sides.
-        descriptor_overhead_s: As in `pays_off`.
-        packing: As in `pays_off`.
+    Chunks with contiguous pages need no packing, and are split as if there were no slots, by `split_policy`: small
+    pieces would make their descriptors shorter. A slot's bytes are those that fit on both sides.
     """
     num_bytes = sum(expected.num_bytes((0, SAMPLE_TOKENS), final=True) for expected in route.expected.values())
     num_descriptors = sum(group.max_descriptors(SAMPLE_TOKENS) for group in route.copy_groups)
@@ -85,3 +77,19 @@ def packed_policy(
 def _cost_s(num_bytes: int) -> float:
     """Return the cost of packing a piece, in seconds."""
     return num_bytes * COPY_S_PER_BYTE + BLOCK_S
+
+
+def link_for(hello: Hello, settings: PrefillSettings) -> PeerRoute:
+    """Bind the route of a Hello, which is not trusted, to both layouts, and choose how chunks for it are split.
+
+    Raises:
+        RouteError, PlanError: The route does not fit the two layouts.
+    """
+    route = bind_route(hello.route, settings.layout, hello.layout)
+    limits, own = settings.limits, settings.staging
+    policy = split_policy_for(route, settings.layout, hello.layout, limits.bytes_per_post, limits.bytes_per_layer_piece)
+    staging = None if own is None else hello.staging
+    if own is not None and staging is not None:
+        slot_bytes = min(own.slot_bytes, staging.slot_bytes)
+        policy = packed_policy(policy, route, slot_bytes, own.descriptor_overhead_s, own.packing)
+    return PeerRoute(route, hello.layout, hello.route.slices, policy, staging)

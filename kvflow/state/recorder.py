@@ -20,8 +20,8 @@ from kvflow.errors import ConfigError, KvflowError
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
+from kvflow.state.packing import link_for
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.wire.messages import PeerId
 
@@ -41,14 +41,7 @@ EVENT_TYPES: Final[dict[str, type]] = {
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of a recording.
-
-    Attributes:
-        format: Version of the file format.
-        role: "prefill" or "decode".
-        me: Recorded incarnation.
-        settings: MessagePack of the core's settings.
-    """
+    """The header of a recording: version, role ("prefill" or "decode"), and the core's settings as MessagePack."""
 
     format: int
     role: str
@@ -57,14 +50,9 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An event and its effects.
+    """An event as MessagePack, and the name and digest of each effect, or the name of the error if the core refused it.
 
-    Attributes:
-        now: Time of the event, in seconds of the clock of events.
-        kind: Name of the event's class.
-        event: MessagePack of the event.
-        effects: Name and digest of each effect, in order.
-        error: Name of the error's class if the core refused the event; else empty.
+    `now` is in seconds of the clock of events.
     """
 
     now: float
@@ -162,11 +150,7 @@ def _summary(effects: Sequence[Effect], *, veils: bool) -> tuple[tuple[str, byte
 class Recorder:
     """A recorder of the events and effects of a core.
 
-    Args:
-        file: Where to write; the caller opens and closes it. Must be unbuffered, so that the recording of a killed
-            process is complete.
-        me: Recorded incarnation.
-        settings: Settings of its core.
+    The caller opens and closes the file. It must be unbuffered, so that the recording of a killed process is complete.
     """
 
     def __init__(self, file: BinaryIO, me: PeerId, settings: Settings) -> None:
@@ -175,14 +159,7 @@ class Recorder:
         self._write(Header(FORMAT, role, me, msgspec.Raw(_encoder.encode(settings))))
 
     def record(self, event: Event, now: float, effects: Sequence[Effect], error: Exception | None = None) -> None:
-        """Record an event and its effects.
-
-        Args:
-            event: Event that the core processed.
-            now: Time of the event.
-            effects: Effects that it returned.
-            error: Error that it raised instead.
-        """
+        """Record an event that the core has processed, and its effects, or the error that it has raised instead."""
         name = type(error).__name__ if error is not None else ""
         encoded = msgspec.Raw(_encode_event(event))
         self._write(Entry(now, type(event).__name__, encoded, _summary(effects, veils=True), name))
@@ -199,8 +176,6 @@ class ReplayDifference(NamedTuple):
 
     Attributes:
         number: Number of the event, from 0.
-        now: Recorded time of the event.
-        event: Event that the core processed.
         recorded: Names of the recorded effects, or of the error.
         replayed: Effects of the fresh core, or its error.
     """
@@ -213,15 +188,7 @@ class ReplayDifference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """The result of a replay.
-
-    Attributes:
-        role: "prefill" or "decode".
-        me: Recorded incarnation.
-        num_events: Number of events fed to the core.
-        num_effects: Number of effects compared.
-        difference: The first difference; None if there is none.
-    """
+    """The result of a replay: how much was fed to the core and compared, and the first difference, if any."""
 
     role: str
     me: PeerId

@@ -15,11 +15,7 @@ from kvflow.gate.sizes import LONG_BYTES, WITH_PAGES, Unread, check_length
 from kvflow.geometry.packed_pages import pack_pages, unpack_pages
 from kvflow.wire.messages import PAGES_INLINE, PAGES_PER_PART, AnyMessage, Grant, Message
 
-__all__ = [
-    "Reader",
-    "decode",
-    "encode",
-]
+__all__ = ["Reader", "decode", "encode"]
 
 MAGIC: Final = b"KVF"
 FRAME_FORMAT: Final = 1
@@ -34,11 +30,7 @@ Read = TypeVar("Read", bound=Message)
 
 
 class Reader(Generic[Read]):
-    """Parses the kinds of messages that one receiver accepts, and rejects all others unparsed.
-
-    Args:
-        kinds: Union of the accepted message classes.
-    """
+    """Parses the kinds of messages that one receiver accepts, a union, and rejects all others unparsed."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Read] = msgspec.msgpack.Decoder(kinds)
@@ -54,7 +46,9 @@ class Reader(Generic[Read]):
             raise RemoteProtocolError("message must be one frame", frames=len(frames))
         data = frames[0]
         if data[:4] != HEADER:
-            raise _foreign(data)
+            if data[:3] != MAGIC:
+                raise RemoteProtocolError("not a kvflow message", first_bytes=data[:8], num_bytes=len(data))
+            raise RemoteProtocolError("message has a different frame format", format=data[3:4], spoken=FRAME_FORMAT)
         beginning = _beginning(data)
         kind = self._kinds.get(beginning)
         if kind is None:
@@ -117,12 +111,6 @@ def _unpack(message: Any) -> Any:
     if isinstance(message, Grant):
         return replace(message, pages={name: unpack_pages(data, PAGES_INLINE) for name, data in message.pages.items()})
     return replace(message, pages=unpack_pages(message.pages, PAGES_PER_PART))
-
-
-def _foreign(data: bytes) -> RemoteProtocolError:
-    if data[:3] != MAGIC:
-        return RemoteProtocolError("not a kvflow message", first_bytes=data[:8], num_bytes=len(data))
-    return RemoteProtocolError("message has a different frame format", format=data[3:4], spoken=FRAME_FORMAT)
 
 
 def _beginning_of(kind: type[Message]) -> bytes:

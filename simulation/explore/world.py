@@ -17,8 +17,8 @@ from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
+from kvflow.state.packing import link_for
 from kvflow.state.prefill.core import PrefillCore
-from kvflow.state.prefill.link import link_for
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import (

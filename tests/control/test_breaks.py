@@ -11,7 +11,7 @@ from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 from kvflow.control import sockets
 from kvflow.control.sockets import HEARTBEAT_MS, SILENCE_MS
 from kvflow.errors import ConfigError, Unreachable
-from kvflow.gate.unread import MAX_SILENCE_MS
+from kvflow.gate.connections import MAX_SILENCE_MS
 from tests.control.ends import LOCAL, Client, Server, meet
 from tests.support.waiting import until
 from tests.support.zmtp import COMMAND, RawZmtp, frame

@@ -14,8 +14,8 @@ import zmq
 from kvflow.control import channel, intake
 from kvflow.control.intake import CONNECTION_CHECK_S, Intake
 from kvflow.control.sockets import HEARTBEAT_MS, SILENCE_MS
+from kvflow.gate.connections import MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, MUCH_BYTES
 from kvflow.gate.sizes import MAX_REQUEST_BYTES
-from kvflow.gate.unread import MAX_ANSWERS_BYTES, MAX_WAITING_BYTES, MUCH_BYTES
 from kvflow.trust import PLAIN, ClientKeys, Trust
 from tests.control.ends import Client, Server
 from tests.support.trusts import new_trust, trusting

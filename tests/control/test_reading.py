@@ -11,7 +11,7 @@ import pytest
 
 from kvflow.control.reading import OrderedReading, ReadingContext
 from kvflow.errors import RemoteProtocolError, ThreadShortage
-from kvflow.gate import queued
+from kvflow.gate import rates
 from kvflow.gate.sizes import LONG_BYTES
 from kvflow.observe.logs import get_logger
 from kvflow.observe.trace import AnomalyLog
@@ -113,7 +113,7 @@ async def test_one_is_read_at_a_time_and_principals_take_turns() -> None:
 
 
 async def test_what_waits_has_a_bound_for_each_principal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued, "MAX_QUEUED_BYTES", 3 * LONG_BYTES)
+    monkeypatch.setattr(rates, "MAX_QUEUED_BYTES", 3 * LONG_BYTES)
     slow = Slow()
     async with ends(slow) as one:
         one.say(b"a1", long())

@@ -12,7 +12,7 @@ import anyio.to_thread
 import pytest
 
 from kvflow.errors import Unreachable
-from kvflow.gate import unsent
+from kvflow.gate import connections
 from kvflow.trust import PLAIN, ClientKeys
 from tests.control.ends import Client, Server, meet
 from tests.support.trusts import new_trust, trusting
@@ -54,7 +54,7 @@ async def fill(mib: int, *sends: Callable[[bytes], None]) -> None:
 
 
 async def test_who_takes_nothing_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsent, "MAX_UNSENT_BYTES", LIMIT)
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", LIMIT)
     with closing(Server()) as server, await Silent.to(server) as silent, closing(Client(server.endpoint)) as honest:
         name = await meet(server, honest)
         with pytest.raises(Unreachable, match="queue to the peer is full"):
@@ -70,8 +70,8 @@ async def test_who_takes_nothing_loses_the_connection(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("with_keys", [False, True])
 async def test_who_takes_it_may_be_sent_much_more(monkeypatch: pytest.MonkeyPatch, with_keys: bool) -> None:
-    monkeypatch.setattr(unsent, "MAX_UNSENT_BYTES", MIB)
-    monkeypatch.setattr(unsent, "MAX_UNSENT_IN_ALL_BYTES", MIB)
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", MIB)
+    monkeypatch.setattr(connections, "MAX_UNSENT_IN_ALL_BYTES", MIB)
     own, other = new_trust(), new_trust()
     trust, keys = (trusting(own, client=other), ClientKeys(other, (own.public,))) if with_keys else (PLAIN, None)
     with closing(Server(trust=trust)) as server, closing(Client(server.endpoint, keys)) as client:
@@ -85,7 +85,7 @@ async def test_who_takes_it_may_be_sent_much_more(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_of_many_who_take_nothing_those_with_most_lose_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsent, "MAX_UNSENT_IN_ALL_BYTES", 40 * MIB)
+    monkeypatch.setattr(connections, "MAX_UNSENT_IN_ALL_BYTES", 40 * MIB)
     with closing(Server()) as server, ExitStack() as stack:
         few, *most = [stack.enter_context(await Silent.to(server)) for _ in range(3)]
         await fill(8, few.send_to)
@@ -96,7 +96,7 @@ async def test_of_many_who_take_nothing_those_with_most_lose_their_connections(m
 
 
 async def test_a_listener_that_takes_nothing_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsent, "MAX_UNSENT_BYTES", LIMIT)
+    monkeypatch.setattr(connections, "MAX_UNSENT_BYTES", LIMIT)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         with closing(Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}")) as client:

@@ -6,8 +6,9 @@ from typing import Final
 
 import pytest
 
-from kvflow.directory.table import RegistryTable, is_complete
+from kvflow.directory.table import RegistryTable
 from kvflow.errors import RemoteProtocolError
+from kvflow.state.decode.instances import is_complete
 from kvflow.wire.messages import RegistrationConflict, SealedRecord, SealedRecords
 from tests.directory.answers import Brief, brief
 from tests.directory.records import sealed

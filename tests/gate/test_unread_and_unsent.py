@@ -5,8 +5,14 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.gate.unread import MAX_WAITING_BYTES, MAX_WAITING_IN_ALL_BYTES, UnreadBytes
-from kvflow.gate.unsent import MAX_UNSENT_BYTES, MAX_UNSENT_IN_ALL_BYTES, UnsentBytes
+from kvflow.gate.connections import (
+    MAX_UNSENT_BYTES,
+    MAX_UNSENT_IN_ALL_BYTES,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_IN_ALL_BYTES,
+    UnreadBytes,
+    UnsentBytes,
+)
 from kvflow.gate.verdict import Cut
 
 MIB: Final = 2**20

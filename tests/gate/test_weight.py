@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.gate.weight import is_light
+from kvflow.gate.sizes import is_light
 
 TEXT = 40
 

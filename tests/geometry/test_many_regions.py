@@ -9,7 +9,7 @@ from kvflow.geometry.blocks import RouteBlocks
 from kvflow.geometry.layout import MAX_REGIONS, Component, KVLayout, Region
 from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.routes import compile_routes
-from kvflow.packing.host import HostCopier
+from kvflow.packing.copier import HostCopier
 from kvflow.packing.staging import StagingMemory
 from tests.support.steps import num_steps
 

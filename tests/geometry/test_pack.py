@@ -26,9 +26,8 @@ from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedSlices, Payload, find_runs, find_slices, is_head_major
 from kvflow.geometry.pages import TokenPages
 from kvflow.geometry.ranges import WHOLE
-from kvflow.packing.copier import Copier, PackWork
+from kvflow.packing.copier import Copier, HostCopier, PackWork
 from kvflow.packing.device import DeviceCopier
-from kvflow.packing.host import HostCopier
 from tests.support.links import Link, links
 from tests.support.worlds import Rank, World, worlds
 

@@ -15,8 +15,8 @@ from kvflow.errors import PlanError
 from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
+from kvflow.packing.copier import HostCopier
 from kvflow.packing.device import DeviceCopier, Rows, bytes_at, find_device, word_bytes
-from kvflow.packing.host import HostCopier
 from tests.support.torch_buffers import device_of_cuda
 
 CPU = torch.device("cpu")

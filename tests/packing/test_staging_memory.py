@@ -7,7 +7,7 @@ from kvflow.config import DecodeConfig, PrefillConfig
 from kvflow.errors import Shortage
 from kvflow.geometry import Location, MemoryRange
 from kvflow.packing import staging
-from kvflow.packing.host import HostCopier
+from kvflow.packing.copier import HostCopier
 from kvflow.packing.staging import StagingMemory, staging_memory
 from tests.support.pools import PagedShape, Pool
 

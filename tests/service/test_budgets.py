@@ -9,7 +9,7 @@ import pytest
 
 import kvflow
 from kvflow.directory.server import RegistryStatistics
-from kvflow.gate import queued, rates, shares
+from kvflow.gate import rates, shares
 from kvflow.gate.rates import Budget
 from tests.support.instances import anomalies_of, decode_config, prefill_config
 from tests.support.pools import PagedShape, Pool
@@ -25,7 +25,7 @@ LONG_HELLO = Pool(PagedShape(NUM_RANKS, 4, (0, 1), 8, num_layers=400), 0)
 BUDGETS: dict[str, list[tuple[ModuleType, str, object]]] = {
     "hello_over_budget": [(rates, "HELLOS", Budget(1, 1))],
     "lookup_over_share": [(shares, "MAX_LOOKUPS", 2)],
-    "message_over_budget": [(queued, "MAX_QUEUED_BYTES", 100_000)],
+    "message_over_budget": [(rates, "MAX_QUEUED_BYTES", 100_000)],
 }
 
 

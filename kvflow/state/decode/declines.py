@@ -2,16 +2,12 @@
 
 from msgspec.structs import replace
 
-from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
-from kvflow.state.decode.deadlines import DeclineUnanswered, DecodeTimer
-from kvflow.state.decode.dialing import Dialing
+from kvflow.state.decode.deadlines import DeclineUnanswered
+from kvflow.state.decode.dialing import Dialing, HandshakeContext
 from kvflow.state.decode.instances import Declined, Instance
-from kvflow.state.decode.peers import PrefillPeers
-from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import DecodeEffect
-from kvflow.state.timers import Timers
 from kvflow.wire.messages import Decline, Drained, PeerId
 
 __all__ = ["Declines"]
@@ -27,32 +23,12 @@ MAX_DECLINES = 6
 
 
 class Declines:
-    """Sends an instance its declines, and repeats them until all ranks have answered. Methods return effects.
+    """Sends an instance its declines, and repeats them until all ranks have answered. Methods return effects."""
 
-    Args:
-        me: This incarnation of this rank.
-        timeouts: When declines are repeated.
-        peers: Prefill ranks.
-        rooms: Rooms that may need a connection for a proof.
-        dialing: Connections without a handshake.
-        timers: Where timers are set.
-    """
-
-    def __init__(
-        self,
-        me: PeerId,
-        timeouts: Timeouts,
-        peers: PrefillPeers,
-        rooms: Rooms,
-        dialing: Dialing,
-        timers: Timers[DecodeTimer],
-    ) -> None:
-        self._me = me
-        self._timeouts = timeouts
-        self._peers = peers
-        self._rooms = rooms
+    def __init__(self, context: HandshakeContext, dialing: Dialing) -> None:
+        self._me, settings, _, self._peers, self._rooms, self._timers = context
+        self._timeouts = settings.timeouts
         self._dialing = dialing
-        self._timers = timers
 
     def add_decline(
         self, instance: Instance, room: RoomId, declined: Declined, now: float, *, is_announced: bool = False

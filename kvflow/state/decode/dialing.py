@@ -1,24 +1,29 @@
-"""Connections to the ranks of prefill instances, and the Hellos that are not answered yet. Pure.
+"""Attempts to reach prefill instances: lookups, connections to their ranks, and Hellos. Pure.
 
-The addresses come from a directory, which need not be trusted. So the first rank is connected to, and the others once
-it has answered. Ranks that have never answered share few places (`kvflow.state.turns`).
+An address may come from a client. So lookups at addresses that are not answered take turns (`kvflow.state.turns`), and
+hosts have shares. The addresses of ranks come from a directory, which need not be trusted. So the first rank is
+connected to, and the others once it has answered. Ranks that have never answered share few places.
 """
 
+from typing import NamedTuple
+
 from kvflow.addresses import split_address
+from kvflow.errors import FailureReason, Stage
 from kvflow.gate.identity import host_denial
 from kvflow.geometry.routes import Route
-from kvflow.state.decode.deadlines import DecodeTimer, HelloUnanswered
-from kvflow.state.decode.instances import Instance, InstanceTable
+from kvflow.state.decode.deadlines import DecodeTimer, HelloUnanswered, RetryLookup
+from kvflow.state.decode.instances import Instance, InstanceTable, host_of
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.rooms import Rooms
-from kvflow.state.effects import DecodeEffect
-from kvflow.state.events import ConnectedRank, RankRoute
+from kvflow.state.effects import DecodeEffect, LookUp
+from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceRef, RankRoute
 from kvflow.state.settings import DecodeSettings
+from kvflow.state.tables import InstanceState
 from kvflow.state.timers import Timers
 from kvflow.state.turns import Turns
-from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, PeerId, RankRecord, StagingWindow
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Failure, Hello, PeerId, RankRecord, StagingWindow
 
-__all__ = ["MAX_DIALS", "TURN_S", "Dialing"]
+__all__ = ["MAX_DIALS", "MAX_LOOKUPS", "TURN_S", "Dialing", "HandshakeContext", "Lookups"]
 
 MAX_DIALS = 64
 """Maximum number of ranks that have been connected to, and have never answered."""
@@ -30,25 +35,27 @@ MAX_HELLO_PAUSE_S = 1.0
 """Longest pause between retransmitted Hellos, in seconds; the pause doubles up to it."""
 
 
+class HandshakeContext(NamedTuple):
+    """What all parts of the handshake with prefill instances share."""
+
+    me: PeerId
+    settings: DecodeSettings
+    instances: InstanceTable
+    peers: PrefillPeers
+    rooms: Rooms
+    timers: Timers[DecodeTimer]
+
+    def failure(self, reason: FailureReason, detail: str) -> Failure:
+        """Return a failure that this rank was the first to detect."""
+        return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)
+
+
 class Dialing:
     """Connects to ranks and sends them Hellos. Methods return effects."""
 
-    def __init__(
-        self,
-        me: PeerId,
-        settings: DecodeSettings,
-        instances: InstanceTable,
-        peers: PrefillPeers,
-        rooms: Rooms,
-        timers: Timers[DecodeTimer],
-    ) -> None:
-        self._me = me
-        self._settings = settings
-        self._first_pause_s = min(settings.timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
-        self._instances = instances
-        self._peers = peers
-        self._rooms = rooms
-        self._timers = timers
+    def __init__(self, context: HandshakeContext) -> None:
+        self._me, self._settings, self._instances, self._peers, self._rooms, self._timers = context
+        self._first_pause_s = min(self._settings.timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
         self._dials = Turns[PeerId](MAX_DIALS, TURN_S)
 
     def __len__(self) -> int:
@@ -168,3 +175,62 @@ class Dialing:
         instance.hello_pause_s[peer] = pause_s
         self._timers.set(HelloUnanswered(peer), now + pause_s)
         return self._peers.send(peer, instance.hellos[peer])
+
+
+LOOK_AGAIN_S = 0.25
+"""Interval between lookups during a handshake, in seconds: ranks may restart meanwhile."""
+
+MAX_LOOKUPS = 64
+"""Maximum number of unanswered lookups at addresses: each takes a socket, and any request may name a new one."""
+
+
+class Lookups:
+    """Asks the directory for instances under a `number`, and sets the timers after which it is asked again."""
+
+    def __init__(self, timers: Timers[DecodeTimer]) -> None:
+        self.number = 0
+        self._timers = timers
+        self._turns = Turns[InstanceRef](MAX_LOOKUPS, TURN_S)
+
+    def expect_newer(self) -> None:
+        """Give further lookups a higher number: only their answers are newer than a ticket that has just come."""
+        self.number += 1
+
+    def begin(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Look an instance up anew, and again later."""
+        instance.found = None
+        return self.repeat(instance, now)
+
+    def repeat(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Look an instance up again, and once more later."""
+        self.postpone(instance, now + LOOK_AGAIN_S)
+        return self.ask(instance, now)
+
+    def ask(self, instance: Instance, now: float) -> list[DecodeEffect]:
+        """Look up each reference that rooms wait on, if it is its turn."""
+        return [LookUp(ref, self.number) for ref in instance.refs_waiting if self._may_ask(instance, ref, now)]
+
+    def ask_later(self, instance: Instance, now: float) -> None:
+        """Let an instance be looked up later, unless that is planned."""
+        self._timers.set_once(RetryLookup(instance.number), now + LOOK_AGAIN_S)
+
+    def postpone(self, instance: Instance, when: float) -> None:
+        """Let an instance be looked up not before `when`."""
+        self._timers.set(RetryLookup(instance.number), when)
+
+    def is_planned(self, instance: Instance) -> bool:
+        """Return whether an instance will be looked up again."""
+        return RetryLookup(instance.number) in self._timers
+
+    def stop(self, instance: Instance) -> None:
+        """Look an instance up no more."""
+        self._timers.clear(RetryLookup(instance.number))
+
+    def note_answer(self, ref: InstanceRef) -> None:
+        """Free the place of a lookup that was answered, or is not wanted any more."""
+        self._turns.end_attempt(ref)
+
+    def _may_ask(self, instance: Instance, ref: InstanceRef, now: float) -> bool:
+        if not isinstance(ref, InstanceAddress) or instance.state is InstanceState.CONNECTED:
+            return True
+        return self._turns.take_place(ref, (host_of(ref),), now)[0]

@@ -25,7 +25,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from kvflow.errors import FailureReason, Stage
+from kvflow.errors import FailureReason
 from kvflow.state.decode.deadlines import (
     DeclineUnanswered,
     DecodeTimer,
@@ -35,33 +35,19 @@ from kvflow.state.decode.deadlines import (
     RetryLookup,
 )
 from kvflow.state.decode.declines import Declines
-from kvflow.state.decode.dialing import Dialing
+from kvflow.state.decode.dialing import Dialing, HandshakeContext, Lookups
 from kvflow.state.decode.ended import Ended
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, is_complete
-from kvflow.state.decode.lookups import Lookups
-from kvflow.state.decode.obstacles import Obstacles
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
-from kvflow.state.decode.unconnected import UnconnectedRooms
+from kvflow.state.decode.unconnected import Obstacles, UnconnectedRooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
-from kvflow.state.events import (
-    InstanceAddress,
-    InstanceFound,
-    InstanceRef,
-    RoomDeclined,
-    RoutesCompiled,
-)
+from kvflow.state.events import InstanceAddress, InstanceFound, InstanceRef, RoomDeclined, RoutesCompiled
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import InstanceSignal, InstanceState
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import (
-    Drained,
-    Failure,
-    PeerId,
-    Refuse,
-    Welcome,
-)
+from kvflow.wire.messages import Drained, Failure, PeerId, Refuse, Welcome
 
 __all__ = ["Instances"]
 
@@ -81,8 +67,6 @@ class Instances:
     def __init__(
         self, me: PeerId, settings: DecodeSettings, peers: PrefillPeers, rooms: Rooms, timers: Timers[DecodeTimer]
     ) -> None:
-        self._me = me
-        self._settings = settings
         self._timeouts = settings.timeouts
         self._peers = peers
         self._rooms = rooms
@@ -90,10 +74,12 @@ class Instances:
         self._instances = InstanceTable()
         self._attempts = itertools.count()
         self._lookups = Lookups(timers)
-        self.obstacles = Obstacles(self._instances, peers, settings.registry)
-        self._waiting = UnconnectedRooms(me, peers, rooms, timers)
-        self._dialing = Dialing(me, settings, self._instances, peers, rooms, timers)
-        self._declines = Declines(me, settings.timeouts, peers, rooms, self._dialing, timers)
+        context = HandshakeContext(me, settings, self._instances, peers, rooms, timers)
+        self._failure = context.failure
+        self.obstacles = Obstacles(context)
+        self._waiting = UnconnectedRooms(context)
+        self._dialing = Dialing(context)
+        self._declines = Declines(context, self._dialing)
 
     # Requests from rooms ---------------------------------------------------------------------------------------------
 
@@ -419,6 +405,3 @@ class Instances:
             values = {"prefill": str(instance), "reason": failure.reason.value, "detail": failure.detail}
             effects.append(LogEvent(name, values, is_warning=not has_waited))  # each failed room logs its own warning
         return effects
-
-    def _failure(self, reason: FailureReason, detail: str) -> Failure:
-        return Failure(reason, Stage.BOOTSTRAP, str(self._me.rank), detail)

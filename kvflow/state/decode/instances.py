@@ -15,7 +15,7 @@ from kvflow.room import RoomId
 from kvflow.state.decode.room import Room
 from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, InstanceRef
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
-from kvflow.wire.messages import Failure, Hello, PeerId, RankRecord
+from kvflow.wire.messages import Failure, Hello, PeerId, RankAddress, RankRecord
 
 __all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting", "host_of", "is_complete"]
 
@@ -24,11 +24,9 @@ MAX_REFS = 1_024
 
 
 class Waiting(NamedTuple):
-    """A room that waits for its instance.
+    """A room that waits for its instance, until it fails.
 
-    Attributes:
-        number: Lookup number; a directory answer with a lower one may be older than the room's ticket.
-        fails_at: When the room fails.
+    A directory answer with a lower lookup number may be older than the room's ticket.
     """
 
     room: Room
@@ -37,12 +35,7 @@ class Waiting(NamedTuple):
 
 
 class Declined(NamedTuple):
-    """A declined room, and the ranks that have answered.
-
-    Attributes:
-        issuer: Incarnation that issued its ticket; the decline is dropped if it is gone.
-        capability: Capability that the room was requested with.
-    """
+    """A declined room, and the ranks that have answered; dropped if the process that issued its ticket is gone."""
 
     generation: int
     failure: Failure
@@ -58,21 +51,15 @@ class Instance:
         number: Identifies the instance in timers.
         ref: Reference in the last request for it.
         refs: All references to it, each with the first rank of the directory's last answer.
-        name: Name of the instance; None if unknown.
-        records: Its ranks, as listed by the directory.
         undialed: Those that have not been connected to yet in this handshake, in order.
         is_proved: Whether one of them has answered in this handshake, or was connected before.
         found_by: Reference whose lookup returned `records`.
         began_at: When the handshake with them began.
-        hellos: Unanswered Hellos, by rank.
-        obstacles: Why a rank does not answer, as far as known.
-        ranks: Its ranks by engine rank, including those that have not answered yet.
         waiting: Rooms that wait for the handshake, or for another directory answer, by generation.
         fails_at: Earliest deadline of the waiting rooms; None if none waits.
         failure: Why it is unreachable; None while rooms may wait for it.
         declined: Declined rooms that not all of its ranks have answered.
         num_declines: Retransmissions of declines since it was connected, or since all were answered.
-        wanted_at: When it was last requested.
         found: Last directory answer since the lookup began.
         refusal: Why a directory rejects the lookup, or why there is no connection; empty if unknown.
         is_short: The latter: this process lacks descriptors.
@@ -233,8 +220,11 @@ def host_of(ref: InstanceAddress) -> str:
     return split_address("address", ref.address)[0]
 
 
-def is_complete(records: tuple[RankRecord, ...]) -> bool:
-    """Return whether all ranks of an instance are present, in order; `num_ranks` is untrusted."""
+def is_complete(records: tuple[RankAddress, ...]) -> bool:
+    """Return whether all ranks of an instance are present, in order.
+
+    `num_ranks` is not trusted, so nothing of that size is allocated.
+    """
     is_whole = bool(records) and len(records) == records[0].num_ranks
     return is_whole and all(
         record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)

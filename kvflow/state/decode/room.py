@@ -36,17 +36,7 @@ from kvflow.state.tables import (
     Signal,
     TransferState,
 )
-from kvflow.wire.messages import (
-    PAGE_BYTES,
-    Ack,
-    Cancel,
-    Failure,
-    Grant,
-    Notice,
-    PagesQuery,
-    PeerId,
-    SlotReleased,
-)
+from kvflow.wire.messages import PAGE_BYTES, Ack, Cancel, Failure, Grant, Notice, PagesQuery, PeerId, SlotReleased
 
 __all__ = ["PAGES_INLINE_IN_ALL", "ReceiveContext", "Room"]
 
@@ -76,15 +66,9 @@ class Room:
     """One room, from the engine's request to the last proof that its pages are quiet.
 
     Attributes:
-        opened: The engine's request.
-        room: The router's id of the request.
         generation: Number of this transfer, never reused by this incarnation.
-        request: State of the request.
         told: All ranks of the instance, once the room was announced or granted to them.
         granted: All ranks of the instance, once they may write; empty before.
-        deadline: When the room times out.
-        ranks: Prefill ranks that must send bytes, by engine rank.
-        tally: Counters over `ranks`.
         num_retransmits: Number of retransmissions in the current phase.
         is_verifying: Whether the received bytes are being compared with their digests.
         is_closing: Whether the outcome is decided, and `Rooms` has acted on it.

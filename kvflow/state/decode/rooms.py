@@ -15,7 +15,7 @@ from kvflow.state.decode.deadlines import (
     ReceiveUndrained,
 )
 from kvflow.state.decode.ended import Ended, EndedTransfers
-from kvflow.state.decode.held import HeldPage, HeldPages
+from kvflow.state.decode.held import HeldPages
 from kvflow.state.decode.room import PAGES_INLINE_IN_ALL, ReceiveContext, Room
 from kvflow.state.effects import CountAnomaly, DecodeEffect, SendMessage, WaitForLanding
 from kvflow.state.events import ConnectedRank, Landed, ReceiveGranted, ReceiveOpened, Scattered
@@ -55,12 +55,10 @@ class Rooms:
     finds it.
 
     Attributes:
-        rooms: Rooms by generation.
         generations: Generations by room, without rooms in quarantine.
         announced: Generations of rooms that have no pages yet.
         ended: Transfers that are over, and rooms that were declined before they were opened.
         unproved: Generations of ended transfers whose pages are not safe.
-        held: Pages of all rooms.
     """
 
     def __init__(
@@ -110,13 +108,7 @@ class Rooms:
         return room
 
     def take_pages(self, given: ReceiveGranted, now: float) -> tuple[Room, list[DecodeEffect]]:
-        """Take the pages of an announced room; the caller grants or fails it next.
-
-        Raises:
-            LocalProtocolError: The room is over, or already has pages.
-            PagesInUse: Another transfer holds one of the pages.
-            CapacityExceeded: Too much memory is in quarantine.
-        """
+        """Take the pages of an announced room; the caller grants or fails it next. Errors are as in `open`."""
         if given.generation not in self.announced:
             raise LocalProtocolError("transfer is not waiting for pages", room=given.room, generation=given.generation)
         self._quarantine.check_admission()
@@ -373,13 +365,10 @@ class Rooms:
 
     def _hold(self, pages: Mapping[str, bytes]) -> None:
         held = self.held.hold(pages)
-        if held is not None:
-            raise self._in_use(held)
-
-    def _in_use(self, held: HeldPage) -> PagesInUse:
-        """Return the error that names the transfer which holds a page."""
+        if held is None:
+            return
         holder = next(room for room in self.rooms.values() if held.is_in(room.opened.pages))
-        return PagesInUse(
+        raise PagesInUse(
             "another transfer may still write to this page",
             component=held.component,
             page=held.page,

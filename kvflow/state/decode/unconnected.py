@@ -1,34 +1,26 @@
-"""Rooms of a decode rank that wait until their prefill instance is connected. Pure."""
+"""Rooms of a decode rank that wait until their prefill instance is connected, and what delays them, in words. Pure."""
 
-from kvflow.errors import FailureReason, Stage
-from kvflow.state.decode.deadlines import DecodeTimer, HandshakeDeadline
+from collections.abc import Iterator
+
+from kvflow.errors import FailureReason
+from kvflow.state.decode.deadlines import HandshakeDeadline
+from kvflow.state.decode.dialing import HandshakeContext
 from kvflow.state.decode.instances import Instance, Waiting, is_complete
-from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
-from kvflow.state.decode.rooms import Rooms
 from kvflow.state.effects import DecodeEffect
-from kvflow.state.events import InstanceAddress, InstanceFound
-from kvflow.state.timers import Timers
+from kvflow.state.events import ConnectFailed, ConnectionObstructed, InstanceAddress, InstanceFound, LookUpRefused
+from kvflow.state.tables import InstanceState
 from kvflow.wire.messages import Failure, PeerId
 
-__all__ = ["UnconnectedRooms"]
+__all__ = ["Obstacles", "UnconnectedRooms"]
 
 
 class UnconnectedRooms:
-    """Grants the rooms that wait for an instance, or fails them. Methods return effects.
+    """Grants the rooms that wait for an instance, or fails them. Methods return effects."""
 
-    Args:
-        me: This incarnation of this rank.
-        peers: Known prefill ranks.
-        rooms: All rooms.
-        timers: Where handshake deadlines are set.
-    """
-
-    def __init__(self, me: PeerId, peers: PrefillPeers, rooms: Rooms, timers: Timers[DecodeTimer]) -> None:
-        self._me = me
-        self._peers = peers
-        self._rooms = rooms
-        self._timers = timers
+    def __init__(self, context: HandshakeContext) -> None:
+        self._peers, self._rooms, self._timers = context.peers, context.rooms, context.timers
+        self._failure = context.failure
 
     def add(self, instance: Instance, waiting: Waiting) -> None:
         """Let a room wait until its deadline at most."""
@@ -128,8 +120,72 @@ class UnconnectedRooms:
             return None
         connected = ", ".join(map(str, instance.peers))
         detail = f"a different process is connected under the name of {room.opened.instance}: {connected}"
-        return Failure(FailureReason.UNREACHABLE, Stage.BOOTSTRAP, str(self._me.rank), detail)
+        return self._failure(FailureReason.UNREACHABLE, detail)
 
     def _stale(self, issuer: PeerId, why: str) -> Failure:
         detail = f"{issuer.rank} has restarted since it issued the ticket ({issuer}): {why}"
-        return Failure(FailureReason.STALE_TICKET, Stage.BOOTSTRAP, str(self._me.rank), detail)
+        return self._failure(FailureReason.STALE_TICKET, detail)
+
+
+class Obstacles:
+    """Notes why instances cannot be looked up or connected to, and describes what delays their rooms."""
+
+    def __init__(self, context: HandshakeContext) -> None:
+        self._instances, self._peers, self._registry = context.instances, context.peers, context.settings.registry
+
+    def note_obstacle(self, event: LookUpRefused | ConnectFailed | ConnectionObstructed) -> None:
+        """Record why an instance, or any registry name, cannot be looked up, or why there is no connection to a rank.
+
+        An obstruction without a detail says that there is a connection.
+        """
+        if isinstance(event, LookUpRefused):
+            for instance in self._instances:
+                is_named = not isinstance(instance.ref, InstanceAddress)
+                if instance.ref == event.instance or (event.instance is None and is_named):
+                    instance.refusal, instance.is_short = event.detail, event.is_short
+            return
+        found = self._instances.find_by_peer(event.peer)
+        if found is None:
+            return
+        if isinstance(event, ConnectionObstructed):
+            if event.peer not in found.peers:
+                return
+            found.obstacles[event.peer] = event.detail or "it is connected, but does not answer"
+        if event.is_short:  # this process lacks what a connection takes
+            found.refusal, found.is_short = event.detail, True
+
+    def describe(self, instance: Instance) -> str:
+        """Return what delays the rooms of an instance."""
+        if instance.is_short:
+            return instance.refusal
+        if instance.state is InstanceState.COMPILING:
+            return "its routes are still being compiled"
+        if instance.state is not InstanceState.LOOKING_UP:
+            return next(self._silent(instance), "one of its ranks is still connecting")
+        if instance.found is None:
+            if isinstance(instance.ref, InstanceAddress):
+                return instance.refusal or "no answer"
+            registry = f"the registry at {self._registry}" if self._registry else "the registry"
+            silence = f"{registry} does not answer"
+            return f"{silence}: {instance.refusal}" if instance.refusal else silence
+        ended = [str(record.peer.rank) for record in instance.found.records if self._peers.has_ended(record.peer)]
+        if ended:
+            return f"processes that are still registered have ended: {', '.join(ended)}"
+        if not instance.found.records:
+            return "none of its ranks is registered"
+        registered = [record.peer.rank.engine_rank for record in instance.found.records]
+        needed = instance.found.records[0].num_ranks
+        return f"only ranks {registered} of {needed} are registered"
+
+    def _silent(self, instance: Instance) -> Iterator[str]:
+        """Yield the reason for each rank that delays the rooms of an instance."""
+        for record in instance.records:
+            who = f"rank {record.peer.rank} at {record.endpoint}"
+            if record.peer in instance.undialed:
+                yield f"{who} has not been asked: too many other ranks do not answer"
+            elif record.peer in instance.hellos:
+                obstacle = instance.obstacles.get(record.peer)
+                yield f"{who}: {obstacle}" if obstacle else f"{who} does not answer"
+            elif not self._peers.is_connected(record.peer):
+                obstacle = instance.obstacles.get(record.peer)
+                yield f"{who} has been silent since its connection broke" + (f": {obstacle}" if obstacle else "")

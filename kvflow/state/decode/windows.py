@@ -15,14 +15,11 @@ __all__ = ["StagingWindows"]
 
 
 class StagingWindows:
-    """Staging memory, divided into windows of equal size.
-
-    Args:
-        settings: Address and division of the memory; None for no windows.
-    """
+    """Staging memory, divided into windows of equal size."""
 
     def __init__(self, settings: WindowSettings | None) -> None:
         self._settings = settings or WindowSettings(0, 0, 1, 1)
+        self._window_bytes = self._settings.slot_bytes * self._settings.num_slots
         self.num_windows = self._settings.num_bytes // self._window_bytes
         self._free = deque(range(self.num_windows))
         self._owners: dict[PeerId, int] = {}
@@ -74,7 +71,3 @@ class StagingWindows:
             del self._fenced[peer]
             self._used.pop(peer, None)
             self._free.append(self._owners.pop(peer))
-
-    @property
-    def _window_bytes(self) -> int:
-        return self._settings.slot_bytes * self._settings.num_slots

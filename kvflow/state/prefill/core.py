@@ -11,17 +11,10 @@ from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
 from kvflow.state.drain import DrainState
-from kvflow.state.effects import (
-    AdmitChunks,
-    CountAnomaly,
-    DisconnectTransport,
-    PrefillEffect,
-    Reply,
-)
-from kvflow.state.peers import LeaseCheck, Peer, is_genuine, log_loss
+from kvflow.state.effects import AdmitChunks, CountAnomaly, DisconnectTransport, PrefillEffect, Reply
+from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.prefill.deadlines import DeclineForgotten, PostStalled, PrefillTimer, RoomUnopened, SlotUnreturned
 from kvflow.state.prefill.delivery import SendContext
-from kvflow.state.prefill.failed import FailedRooms
 from kvflow.state.prefill.handshakes import Handshakes
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept
 from kvflow.state.prefill.posting import Posting
@@ -29,6 +22,7 @@ from kvflow.state.prefill.queue import PieceQueue
 from kvflow.state.prefill.requests import Requests
 from kvflow.state.prefill.rooms import Rooms
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
+from kvflow.state.prefill.waiting import FailedRooms
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.timers import Timers
@@ -54,16 +48,7 @@ __all__ = ["PrefillCore"]
 
 
 class PrefillCore:
-    """State of one prefill rank: its decode ranks, its rooms, and the queue of pieces.
-
-    Args:
-        me: This incarnation of this rank.
-        settings: Settings of this rank.
-
-    Attributes:
-        quarantine: Memory in quarantine.
-        timers: Pending timers.
-    """
+    """State of one prefill rank: its decode ranks, its rooms, and the queue of pieces."""
 
     def __init__(self, me: PeerId, settings: PrefillSettings) -> None:
         self.me = me
@@ -82,14 +67,7 @@ class PrefillCore:
         self.posting = Posting(context, self.rooms)
 
     def handle(self, event: ev.PrefillEvent, now: float) -> list[PrefillEffect]:
-        """Process one event, and return its effects.
-
-        Args:
-            event: What happened.
-            now: Time of the event, in seconds on a monotonic clock.
-
-        Returns:
-            Effects, to be carried out in order.
+        """Process one event, at a time in seconds on a monotonic clock, and return effects to be carried out in order.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining: The engine requested something that is not allowed now;
@@ -379,8 +357,8 @@ class PrefillCore:
         match key:
             case LeaseCheck(peer):
                 liveness = self.peers[peer].liveness
-                if not liveness.check(now, late_s):
-                    return self._ask_if_silent(liveness)
+                if not liveness.check(now, late_s):  # sending to a silent one fails if its connection is gone
+                    return self.peers.send(peer, Ping(peer=self.me)) if liveness.is_silent else []
                 # A decode rank has no proofs to give; if it is alive, it reconnects.
                 detail = f"{peer.rank} was silent for {liveness.lease_s} s"
                 return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
@@ -392,10 +370,6 @@ class PrefillCore:
                 return self.requests.expired(key)
             case _:
                 return self.rooms.expired(key, now, late_s)
-
-    def _ask_if_silent(self, liveness: Peer) -> list[PrefillEffect]:
-        """Ping a silent decode rank; sending fails if its connection is gone."""
-        return self.peers.send(liveness.id, Ping(peer=self.me)) if liveness.is_silent else []
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)

@@ -10,15 +10,10 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.pages import read_page_tables
 from kvflow.geometry.ranges import ALL_LAYERS, TokenRange
-from kvflow.state.effects import (
-    AwaitData,
-    DropPlan,
-    Piece,
-    PostPlan,
-    PrefillEffect,
-)
+from kvflow.state.effects import AwaitData, DropPlan, Piece, PostPlan, PrefillEffect
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PlanFinished, ReadyEvent
 from kvflow.state.packing import pays_off
 from kvflow.state.prefill.deadlines import DeliveryDeadline, DeliveryUnanswered, PostStalled, PrefillTimer
@@ -44,6 +39,10 @@ class SendContext(NamedTuple):
     peers: DecodePeers
     queue: PieceQueue
     slots: RemoteSlots
+
+    def error(self, reason: FailureReason, detail: str, stage: Stage = Stage.ENQUEUE) -> Failure:
+        """Return a failure that this rank was the first to detect."""
+        return Failure(reason, stage, str(self.me.rank), detail)
 
     def drained(self, delivery: DeliveryId, failure: Failure | None, in_flight: bytes = b"") -> list[PrefillEffect]:
         """Send Drained: nothing of a delivery is written any more, and nothing can land except what is in flight."""
@@ -104,9 +103,7 @@ STANDING: Final = {
 class _Unposted(NamedTuple):
     """A piece that waits for its data, turn or credit, or an empty notice that follows such a piece.
 
-    Attributes:
-        chunk: Chunk that it is a part of.
-        goes_on: Whether more layers of the same tokens follow.
+    If it `goes_on`, more layers of the same tokens follow.
     """
 
     notice: Notice
@@ -122,16 +119,12 @@ class Delivery:
     again.
 
     Args:
-        context: State that all rooms share.
-        peer: The decode rank.
         grant: Its grant; not trusted.
-        link: Route to the decode rank.
         on_change: Called with the delivery when what it waits for may have changed.
 
     Attributes:
         standing: How its room counts it.
         deadlines: Its timers, and when they were due when they were set.
-        num_retransmits: Number of retransmissions.
 
     Raises:
         PlanError: The granted page tables are invalid.
@@ -235,8 +228,7 @@ class Delivery:
     def roll_back(self) -> int | None:
         """Drop the waiting pieces, except the remaining layers of tokens whose first layers have left.
 
-        Returns:
-            Token from which chunks must be sent again; None if nothing was dropped.
+        Return the token from which chunks must be sent again; None if nothing was dropped.
         """
         is_kept = self._has_begun_layers
         dropped: dict[int, _Unposted] = {}

@@ -9,16 +9,7 @@ from kvflow.state.effects import CheckHello, CountAnomaly, DisconnectTransport, 
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept, Newcomer
 from kvflow.state.prefill.slots import RemoteSlots
 from kvflow.state.settings import PrefillSettings
-from kvflow.wire.messages import (
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Failure,
-    Hello,
-    PeerId,
-    Ping,
-    Refuse,
-    Welcome,
-)
+from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Failure, Hello, PeerId, Ping, Refuse, Welcome
 
 __all__ = ["Handshakes"]
 
@@ -26,13 +17,7 @@ __all__ = ["Handshakes"]
 class Handshakes:
     """Admits decode ranks, refuses those that do not match, and settles which of two processes has a rank's name.
 
-    Args:
-        me: This incarnation of this rank.
-        settings: Settings of this rank.
-        peers: The decode ranks.
-        slots: Their staging slots.
-        leaving: Whether this rank is draining or closing.
-        disconnect: Disconnects a decode rank, and returns the effects.
+    `disconnect` disconnects a decode rank, and returns the effects.
     """
 
     def __init__(
@@ -126,26 +111,20 @@ class Handshakes:
         return [] if is_used else [DisconnectTransport(peer)]
 
     def _welcome(self, connection: bytes, hello: Hello) -> list[PrefillEffect]:
-        version = min(PROTOCOL_VERSION, hello.versions[1])
-        domain, endpoint = self._settings.domain, self._settings.endpoint
         welcome = Welcome(
             peer=self._me,
             attempt=hello.attempt,
-            version=version,
-            domain=domain,
-            endpoint=endpoint,
+            version=min(PROTOCOL_VERSION, hello.versions[1]),
+            domain=self._settings.domain,
+            endpoint=self._settings.endpoint,
             max_pages=self._settings.max_pages,
         )
         return [Reply(connection, welcome)]
 
     def refuse(self, connection: bytes, hello: Hello, detail: str, kind: str = "hello_refused") -> list[PrefillEffect]:
-        """Refuse a Hello.
+        """Refuse a Hello, counted as `kind`.
 
-        Args:
-            connection: Connection of its sender.
-            hello: The Hello.
-            detail: Why.
-            kind: The anomaly; after "hello_denied" the sender is not remembered, because it may be somebody else.
+        After "hello_denied" the sender is not remembered, because it may be somebody else.
         """
         if hello.to == self._me and kind == "hello_refused":  # else another process sent it
             self._peers.refused(connection, hello.peer)

@@ -57,13 +57,7 @@ class PieceEnd(enum.Enum):
 
 @dataclass
 class Window:
-    """A bound on the posts, bytes and descriptors in flight.
-
-    Attributes:
-        max_posts: Maximum posts in flight.
-        max_bytes: Maximum bytes in flight; a larger post is admitted when it is alone.
-        max_descriptors: Maximum descriptors in flight; likewise.
-    """
+    """A bound on the posts, bytes and descriptors in flight. A single post may exceed the latter two."""
 
     max_posts: int
     max_bytes: int
@@ -115,11 +109,6 @@ class PieceQueue:
     """Pieces that wait for their turn and for credit, and pieces that were taken and have not ended.
 
     It reads no clock: callers pass the time, which never decreases from call to call.
-
-    Args:
-        limits: Bounds of each peer's window and queue.
-        local: Staging slots of this rank.
-        remote: Staging slots of its peers.
 
     Attributes:
         candidates: Peers with a waiting piece that may fit their window; without any, `pop` takes nothing.
@@ -176,14 +165,9 @@ class PieceQueue:
         self.candidates.setdefault(peer)
 
     def pop(self, now: float, turn: Callable[[Piece, bool], Turn] = lambda _, __: Turn.TAKEN) -> Piece | None:
-        """Take the piece whose turn it is, and charge its credit.
+        """Take the piece whose turn it is, and charge its credit; None if no peer's next piece fits and is taken.
 
-        Args:
-            now: The time.
-            turn: Called with the piece and whether it is packed. A piece that it does not take keeps its turn.
-
-        Returns:
-            The piece; None if no peer's next piece fits its window and is taken.
+        `turn` is called with the piece and whether it is packed. A piece that it does not take keeps its turn.
         """
         while self.candidates:
             peer = next(iter(self.candidates))
@@ -219,8 +203,12 @@ class PieceQueue:
         if taken.slots is not None:  # first, so that the peer that has waited longest for the slot gets it
             self._end_slots(delivery.peer, taken.slots, how)
         if taken.charge is not None:
-            self._end_post(delivery.peer, taken.charge)
+            window = self._windows[delivery.peer]
+            window.end_post(taken.charge)
             taken.charge = None
+            if window.num_posts == 0:
+                del self._windows[delivery.peer]
+            self.look_again(delivery.peer)
 
     def is_in_doubt(self, delivery: DeliveryId, seq: int) -> bool:
         """Return whether a taken piece has already returned its credit."""
@@ -264,13 +252,6 @@ class PieceQueue:
         self._forget_if_empty(peer)
         self._look_at_next_without_slot()
         return piece
-
-    def _end_post(self, peer: PeerId, charge: Cost) -> None:
-        window = self._windows[peer]
-        window.end_post(charge)
-        if window.num_posts == 0:
-            del self._windows[peer]
-        self.look_again(peer)
 
     def _end_slots(self, peer: PeerId, slots: PieceSlots, how: PieceEnd) -> None:
         if how is PieceEnd.IN_DOUBT:

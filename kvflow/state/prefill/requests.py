@@ -3,17 +3,15 @@
 A request for a room that the engine has not opened waits, is answered with the failure of the room, or is refused.
 """
 
-from kvflow.errors import FailureReason, Stage
+from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state.effects import CountAnomaly, PrefillEffect
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.deadlines import DeclineForgotten, PrefillTimer, RoomUnopened
-from kvflow.state.prefill.declined import DeclinedRooms
 from kvflow.state.prefill.delivery import SendContext
-from kvflow.state.prefill.failed import FailedRooms
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.rooms import Rooms
-from kvflow.state.prefill.waiting import Announcement, Asked, WaitingRooms
+from kvflow.state.prefill.waiting import Announcement, Asked, DeclinedRooms, FailedRooms, WaitingRooms
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Announce, Cancel, Decline, Failure, Grant, PeerId, RankId
 
@@ -21,17 +19,11 @@ __all__ = ["Requests"]
 
 
 class Requests:
-    """Requests of decode ranks, and `waiting`, those for rooms that are not open yet. Methods return effects.
-
-    Args:
-        context: What deliveries need.
-        rooms: Open rooms.
-        failed: Rooms that have failed.
-        timers: Where timers are set.
-    """
+    """Requests of decode ranks, and `waiting`, those for rooms that are not open yet. Methods return effects."""
 
     def __init__(self, context: SendContext, rooms: Rooms, failed: FailedRooms, timers: Timers[PrefillTimer]) -> None:
         self._context = context
+        self._error = context.error
         self._rooms = rooms
         self._failed = failed
         self._timeouts = context.settings.timeouts
@@ -42,13 +34,7 @@ class Requests:
     # Requests from the engine ----------------------------------------------------------------------------------------
 
     def open_room(self, room: RoomId, now: float, *, has_lease: bool = True) -> list[PrefillEffect]:
-        """Open a room, and serve the grants and announcements that have arrived before.
-
-        Raises:
-            LocalProtocolError: The room is open, or its pages are in quarantine.
-            CapacityExceeded: Too many rooms are open, too much memory is in quarantine, or too many writes may still
-                land.
-        """
+        """Open a room, and serve the requests that have arrived before. Errors are as in `Rooms.open`."""
         opened = self._rooms.open(room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
@@ -203,11 +189,7 @@ class Requests:
     ) -> list[PrefillEffect]:
         """End a declined room, unless the decode rank has asked for it again since.
 
-        Args:
-            delivery_id: Declined delivery.
-            failure: Why it was declined.
-            now: The time.
-            was_asked: Whether this rank had a request for it, so it cannot belong to a try before the one that failed.
+        If it `was_asked`, this rank had a request for it, so it cannot belong to a try before the one that failed.
         """
         number, peer, generation = delivery_id
         if self.waiting.find(number, peer) is not None:
@@ -248,7 +230,10 @@ class Requests:
             self._declined.take_declines(key.room)
             return []
         asked = self.waiting.take_request(key.room, key.peer)
-        failure = self._error(FailureReason.UNKNOWN_ROOM, self._unopened(asked))
+        limit = "while it was announced"
+        if isinstance(asked, Grant):
+            limit = f"within {min(asked.timeout_s, self._timeouts.open_s)} s"
+        failure = self._error(FailureReason.UNKNOWN_ROOM, f"prefill did not open the room {limit}")
         return self._context.refuse(DeliveryId(key.room, key.peer, asked.generation), failure)
 
     # Requests that wait ----------------------------------------------------------------------------------------------
@@ -300,7 +285,8 @@ class Requests:
                 f"too many grants for rooms that are not open: {len(self.waiting)}, of which {shared} allow a share"
             )
             return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
-        self.waiting.add_request(number, peer, taker, asked, self._open_by(asked, now))
+        until = asked.deadline if isinstance(asked, Announcement) else now + min(asked.timeout_s, self._timeouts.open_s)
+        self.waiting.add_request(number, peer, taker, asked, until)
         return []
 
     def _deny(self, delivery_id: DeliveryId, denied: Failure) -> list[PrefillEffect]:
@@ -324,23 +310,9 @@ class Requests:
             failure = closed.failure
         return self._context.refuse(delivery_id, failure)
 
-    def _open_by(self, asked: Asked, now: float) -> float:
-        """Return when the engine must have opened a room."""
-        if isinstance(asked, Announcement):
-            return asked.deadline
-        return now + min(asked.timeout_s, self._timeouts.open_s)
-
-    def _unopened(self, asked: Asked) -> str:
-        if isinstance(asked, Announcement):
-            return "prefill did not open the room while it was announced"
-        return f"prefill did not open the room within {min(asked.timeout_s, self._timeouts.open_s)} s"
-
     def _note_told(self, room: RoomId, ranks: dict[RankId, Failure]) -> None:
         """Note that decode ranks know of a room's failure: their next request is a new try."""
         failed, known = self._failed.find(room), self._rooms.rooms.get(room)
         told = failed.told if failed is not None else known.told if known is not None else {}  # or its posts continue
         if len(told) < self._limits.peers:
             told.update(dict.fromkeys(ranks))
-
-    def _error(self, reason: FailureReason, detail: str) -> Failure:
-        return Failure(reason, Stage.ENQUEUE, str(self._context.me.rank), detail)

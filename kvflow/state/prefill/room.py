@@ -11,16 +11,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import FailureReason, LocalProtocolError, Stage
+from kvflow.errors import FailureReason, LocalProtocolError
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import TokenRange, hull
 from kvflow.room import RoomId
-from kvflow.state.effects import (
-    PrefillEffect,
-    ReportGranted,
-    ReportQuiesced,
-    ReportSender,
-)
+from kvflow.state.effects import PrefillEffect, ReportGranted, ReportQuiesced, ReportSender
 from kvflow.state.events import Chunk, DeliveryId, PeerRoute
 from kvflow.state.prefill.deadlines import GrantOverdue, PrefillTimer, RoomUndrained, RoomUngranted, RoomUnquiesced
 from kvflow.state.prefill.delivery import STANDING, Delivery, SendContext
@@ -41,16 +36,10 @@ class Room:
 
     Attributes:
         deliveries: Deliveries by decode rank; other incarnations of these ranks are refused.
-        announced: Announcements without a grant yet.
         num_delivered: Deliveries whose decode rank has everything.
         num_safe: Deliveries whose writes no longer read the source pages.
         num_quarantined: Deliveries for which this could not be proved in time.
-        deadlines: Its timers, and when they were due when they were set.
-        changed: Deliveries that have changed since the last `review`.
-        has_changed: Whether anything has.
         told: Decode ranks without a delivery that know that the room has failed.
-        feed: What it accepts from the engine.
-        is_finished: Whether the engine has offered the last chunk.
         has_lease: Decode ranks could know of it, and must ask for it in time.
     """
 
@@ -70,6 +59,7 @@ class Room:
         self.num_quarantined = 0
         self.has_changed = False
         self._context = context
+        self._error = context.error
         self.feed = FeedState.OPEN
         self.is_finished = False
         self._chunks: list[Chunk] = []
@@ -340,6 +330,3 @@ class Room:
                 tokens=chunk.tokens,
                 resume_at=self._resume_at,
             )
-
-    def _error(self, reason: FailureReason, detail: str) -> Failure:
-        return Failure(reason, Stage.ENQUEUE, str(self._context.me.rank), detail)

@@ -19,11 +19,10 @@ from kvflow.state.prefill.deadlines import (
     RoomUnquiesced,
 )
 from kvflow.state.prefill.delivery import Delivery, SendContext
-from kvflow.state.prefill.failed import FailedRooms
 from kvflow.state.prefill.peers import DecodePeer
 from kvflow.state.prefill.room import Room
 from kvflow.state.prefill.unfenced import UnfencedDeliveries
-from kvflow.state.prefill.waiting import Announcement, Asked
+from kvflow.state.prefill.waiting import Announcement, Asked, FailedRooms
 from kvflow.state.quarantine import Footprint, Quarantine
 from kvflow.state.tables import Memory, Signal
 from kvflow.state.timers import Timers
@@ -33,14 +32,7 @@ __all__ = ["Rooms"]
 
 
 class Rooms:
-    """The table of open rooms, and `unfenced`, what is left of ended ones. Methods return effects.
-
-    Args:
-        context: What deliveries need.
-        failed: Where it is noted that a room has failed.
-        timers: Where timers are set.
-        quarantine: Memory in quarantine.
-    """
+    """The table of open rooms, and `unfenced`, what is left of ended ones. Methods return effects."""
 
     def __init__(
         self, context: SendContext, failed: FailedRooms, timers: Timers[PrefillTimer], quarantine: Quarantine
@@ -48,6 +40,7 @@ class Rooms:
         self.rooms: dict[RoomId, Room] = {}
         self._by_peer: ByPeer[RoomId] = ByPeer()
         self._context = context
+        self._error = context.error
         self._failed = failed
         self._timeouts = context.settings.timeouts
         self._limits = context.settings.limits
@@ -170,7 +163,7 @@ class Rooms:
         try:
             effects = room.grant(peer, asked, self._context.peers[peer].link, now)
         except PlanError as error:
-            failure = Failure(FailureReason.INVALID_PAGES, Stage.PLANNING, str(self._context.me.rank), str(error))
+            failure = self._error(FailureReason.INVALID_PAGES, str(error), Stage.PLANNING)
             effects = [*self._context.refuse(delivery_id, failure), *room.stop(Signal.FAILED, failure)]
         return self.follow(room, effects, now)
 
@@ -219,13 +212,7 @@ class Rooms:
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def expired(self, key: RoomDeadline, now: float, late_s: float = 0.0) -> list[PrefillEffect]:
-        """Handle an expired timer.
-
-        Args:
-            key: What it was set for.
-            now: The time.
-            late_s: How late it is handled.
-        """
+        """Handle an expired timer, `late_s` after it was due."""
         match key:
             case DeliveryUnanswered(delivery_id):
                 room, delivery = self.find_delivery(delivery_id)
@@ -236,8 +223,7 @@ class Rooms:
                 return self.follow(room, [], now)
             case RoomUnquiesced(number):
                 detail = f"writes that have begun still need their pages after {self._timeouts.drain_s} s"
-                failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
-                return self.fail(self._known(number), failure, now)
+                return self.fail(self._known(number), self._error(FailureReason.STALLED, detail, Stage.SUBMIT), now)
             case RoomUngranted(number):
                 return self._ungranted(number, now, late_s)
             case GrantOverdue(number, peer):
@@ -248,7 +234,7 @@ class Rooms:
                 return self.fail(self._known(delivery_id.room), self._error(FailureReason.DEADLINE, detail), now)
             case PostStalled(delivery_id):
                 detail = f"a write to {delivery_id.peer.rank} is taking too long"
-                failure = Failure(FailureReason.STALLED, Stage.SUBMIT, str(self._context.me.rank), detail)
+                failure = self._error(FailureReason.STALLED, detail, Stage.SUBMIT)
                 return self.fail(self._known(delivery_id.room), failure, now)
             case _:
                 assert_never(key)
@@ -300,6 +286,3 @@ class Rooms:
         if room is None:
             raise LocalProtocolError("room is not open", room=number)
         return room
-
-    def _error(self, reason: FailureReason, detail: str) -> Failure:
-        return Failure(reason, Stage.ENQUEUE, str(self._context.me.rank), detail)

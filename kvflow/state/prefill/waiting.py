@@ -1,16 +1,19 @@
-"""Grants and announcements that wait for the engine to open their room. Pure."""
+"""Rooms that are not open: the requests that wait for them, and what is known of those declined or failed. Pure."""
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvflow.bounds import Bounds
 from kvflow.gate.shares import FairShares
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
-from kvflow.state.prefill.deadlines import PrefillTimer, RoomUnopened
+from kvflow.state.events import DeliveryId
+from kvflow.state.prefill.deadlines import DeclineForgotten, PrefillTimer, RoomUnopened
 from kvflow.state.timers import Timers
-from kvflow.wire.messages import Grant, PeerId
+from kvflow.wire.messages import Failure, Grant, PeerId, RankId
 
-__all__ = ["Announcement", "Asked", "WaitingRooms"]
+__all__ = ["Announcement", "Asked", "DeclinedRooms", "FailedRooms", "WaitingRooms"]
 
 
 class Announcement(NamedTuple):
@@ -18,7 +21,6 @@ class Announcement(NamedTuple):
 
     Attributes:
         generation: Generation of the grant.
-        num_decode_ranks: Number of decode ranks of the room.
         deadline: When the decode rank has given up, and its last message would have arrived.
     """
 
@@ -36,12 +38,7 @@ def _num_bytes(one: Asked) -> int:
 
 
 class WaitingRooms:
-    """Grants and announcements by room and decode rank; each has a timer.
-
-    Args:
-        timers: Where their timers are set.
-        limits: Bounds of their number, and of the bytes of their page tables.
-    """
+    """Grants and announcements by room and decode rank; each has a timer."""
 
     def __init__(self, timers: Timers[PrefillTimer], limits: Bounds) -> None:
         self._asked: dict[RoomId, dict[PeerId, Asked]] = {}
@@ -75,14 +72,9 @@ class WaitingRooms:
         return self._bytes.has_place(taker, num_bytes)
 
     def add_request(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
-        """Keep a request.
+        """Keep a request, which counts to the share of a principal, until it expires.
 
-        Args:
-            room: Requested room; no request of this rank for it may be kept yet.
-            peer: The decode rank.
-            taker: Principal whose share it counts to.
-            one: The request.
-            until: When it expires.
+        No request of this rank for this room may be kept yet.
         """
         self._asked.setdefault(room, {})[peer] = one
         self._by_peer.add(peer, (room, peer))
@@ -112,3 +104,99 @@ class WaitingRooms:
     def all(self) -> list[tuple[RoomId, PeerId]]:
         """Return the room and the decode rank of every request."""
         return [(room, peer) for room, asked in self._asked.items() for peer in asked]
+
+
+MAX_FAILED = 4_096
+"""Maximum number of failed rooms that are remembered."""
+
+
+class FailedRoom(NamedTuple):
+    """A room that has failed, and the decode ranks that know, or whose earlier incarnation did: they may try again."""
+
+    failure: Failure
+    told: dict[RankId, None]
+
+
+class FailedRooms:
+    """Failures by room; the oldest are forgotten if there are too many."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[RoomId, FailedRoom] = {}
+
+    def find(self, room: RoomId) -> FailedRoom | None:
+        """Find the failure of a room, and who knows of it."""
+        return self._rooms.get(room)
+
+    def note(self, room: RoomId, failure: Failure, told: Iterable[RankId]) -> None:
+        """Remember that a room has failed, and the decode ranks that know."""
+        self._rooms[room] = FailedRoom(failure, dict.fromkeys(told))
+        while len(self._rooms) > MAX_FAILED:
+            del self._rooms[next(iter(self._rooms))]
+
+    def forget(self, room: RoomId) -> None:
+        """Forget the failure of a room, which is opened again."""
+        self._rooms.pop(room, None)
+
+    def tell(self, room: RoomId, rank: RankId) -> Failure | None:
+        """Return the failure that a decode rank must be told, once; None if it knows, or the room has not failed."""
+        failed = self._rooms.get(room)
+        if failed is None or rank in failed.told:
+            return None
+        failed.told[rank] = None
+        return failed.failure
+
+
+MAX_DECLINED = 16_384
+"""Maximum number of declines, by room and decode rank, of rooms that the engine has not opened; and of declines that
+are remembered to recognise repeated ones."""
+
+
+class DeclinedRooms:
+    """Declines by room and decode rank, each kept until the engine opens the room, or for `open_s`.
+
+    The id of the room may belong to another request by then.
+    """
+
+    def __init__(self, timers: Timers[PrefillTimer], open_s: float) -> None:
+        self._timers = timers
+        self._open_s = open_s
+        self._by_room: dict[RoomId, dict[RankId, Failure]] = {}
+        self._num_declined = 0
+        self._seen: OrderedDict[DeliveryId, None] = OrderedDict()
+
+    def is_repeated(self, delivery: DeliveryId) -> bool:
+        """Return whether this decline has been obeyed before, as far as remembered."""
+        return delivery in self._seen
+
+    def note(self, delivery: DeliveryId) -> None:
+        """Note that a decline is obeyed."""
+        self._seen[delivery] = None
+        if len(self._seen) > MAX_DECLINED:
+            self._seen.popitem(last=False)
+
+    def add_decline(self, room: RoomId, rank: RankId, failure: Failure, now: float) -> None:
+        """Remember a decline; the oldest rooms are dropped if there are too many."""
+        declined = self._by_room.setdefault(room, {})
+        self._num_declined += rank not in declined
+        declined[rank] = failure
+        self._timers.set(DeclineForgotten(room), now + self._open_s)
+        while self._num_declined > MAX_DECLINED:
+            self.take_declines(next(iter(self._by_room)))
+
+    def take_declines(self, room: RoomId) -> dict[RankId, Failure]:
+        """Remove and return the declines of a room; none if it was not declined."""
+        self._timers.clear(DeclineForgotten(room))
+        declined = self._by_room.pop(room, {})
+        self._num_declined -= len(declined)
+        return declined
+
+    def withdraw(self, room: RoomId, rank: RankId) -> None:
+        """Drop a room's declines by a rank that asks for it again, and those by other instances."""
+        declined = self._by_room.get(room)
+        if declined is None:
+            return
+        left = {it: failure for it, failure in declined.items() if it != rank and it.instance == rank.instance}
+        self._num_declined -= len(declined) - len(left)
+        self._by_room[room] = left
+        if not left:
+            self.take_declines(room)

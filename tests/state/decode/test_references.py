@@ -7,7 +7,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state import events as ev
-from kvflow.state.decode import instances, lookups
+from kvflow.state.decode import dialing, instances
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LookUp, ProbePeer, ReportReceiver
 from kvflow.wire.messages import Decline, Grant, Hello, PeerId
 from tests.support.cores import (
@@ -247,7 +247,7 @@ def test_those_who_do_not_answer_do_not_keep_others_out(core: DecodeDriver) -> N
     for number in range(80):
         effects = core(request(number + 1, room=number + 1, instance=silent(number, number % 9)))
         asked |= {effect.instance for effect in of_kind(effects, LookUp)}
-    assert len(asked) <= lookups.MAX_LOOKUPS
+    assert len(asked) <= dialing.MAX_LOOKUPS
     assert LookUp(HERE) in core(request(900, room=900, instance=HERE))
     assert rooms_granted(core.welcome(core.compiled(answer(core, HERE, PREFILL)))) == [900]
 

@@ -7,7 +7,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason
 from kvflow.state import events as ev
 from kvflow.state.effects import PrefillEffect, Reply, ReportGranted, ReportSender
-from kvflow.state.prefill import declined
+from kvflow.state.prefill import waiting
 from kvflow.wire.messages import Cancel, Decline, Drained, Failed, Failure, Message, PeerId, Ping
 from tests.support.cores import (
     DECODE,
@@ -207,7 +207,7 @@ def test_a_room_that_is_not_opened_for_long_may_be_another_request_by_then(core:
 
 
 def test_declines_are_remembered_for_so_many_rooms(core: PrefillDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(declined, "MAX_DECLINED", 2)
+    monkeypatch.setattr(waiting, "MAX_DECLINED", 2)
     timers = len(core.core.timers)
     for room in (1, 2, 3):
         core.hear(DECODE, decline(room=room, generation=room))
@@ -334,7 +334,7 @@ def test_a_room_that_another_instance_has_asked_for_is_not_declined(core: Prefil
 
 
 def test_declines_of_many_ranks_are_bounded(core: PrefillDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(declined, "MAX_DECLINED", 3)
+    monkeypatch.setattr(waiting, "MAX_DECLINED", 3)
     for engine_rank in range(4):
         core(unasked(peer("refused", engine_rank)))
     assert reports(core(OPEN)) == [], "the room's declines were forgotten together"
