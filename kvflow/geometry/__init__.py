@@ -17,7 +17,7 @@ from kvflow.geometry.engines import (
 )
 from kvflow.geometry.layout import Component, KVLayout, Region, RegionKey
 from kvflow.geometry.memory import Location, MemoryRange
-from kvflow.geometry.pages import PageTable, TokenPages, build_page_table, pages_spanned
+from kvflow.geometry.pages import PageTable, TokenPages, build_page_table
 from kvflow.geometry.parts import OpaqueItem, PagePart, PageRows
 from kvflow.geometry.plan import ComponentSlice, Descriptors, plan
 from kvflow.geometry.pointers import BufferLists, buffers_of, layout_from_pointers, regions_from_pointers
@@ -59,7 +59,6 @@ __all__ = [
     "head_range",
     "head_slice",
     "layout_from_pointers",
-    "pages_spanned",
     "plan",
     "prompt_tokens",
     "regions_from_pointers",

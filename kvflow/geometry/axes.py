@@ -86,13 +86,10 @@ class Axes(msgspec.Struct, frozen=True):
             self.check_page_size_is_known()
 
     def check_page_size_is_known(self) -> None:
-        """Refuse pages without a token axis and without a page size.
+        """Raise LayoutError for pages without a token axis and without a page size.
 
         They would be taken for pages of one token, and the wrong bytes would be transferred: an engine whose pages are
         opaque blocks of 16 tokens would ask for 16 times too many.
-
-        Raises:
-            LayoutError: Neither is given.
         """
         if self.page_size is None and not any("token" in name.split("*") for name in self.names):
             raise LayoutError(

@@ -6,6 +6,7 @@ Both sides do this once for each pair of ranks, at the handshake.
 import dataclasses
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.errors import RouteError
-from kvflow.geometry.expected import ExpectedBytes, ExpectedBytesBuilder
+from kvflow.geometry.expected import ExpectedBytes
 from kvflow.geometry.layout import HeldRegion, KVLayout, Region, RegionKey
 from kvflow.geometry.memory import Location
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, layers_within, overlap_pattern
@@ -100,11 +101,8 @@ class CopyGroup:
             cuts = num_tokens // math.gcd(self.shard_step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
         num_cells = num_tokens // self.tokens_per_cell + 2
         runs = min(cuts, num_cells) if self.tokens_contiguous else num_cells
-        is_whole = layers == ALL_LAYERS
-        descriptors_per_run = (
-            len(self.layers) if is_whole else int(np.count_nonzero(layers_within(self.layers, layers)))
-        )
-        return descriptors_per_run * runs * (1 if self.heads_contiguous else self.num_heads)
+        num_slices = len(self.layers) if layers == ALL_LAYERS else np.count_nonzero(layers_within(self.layers, layers))
+        return int(num_slices) * runs * (1 if self.heads_contiguous else self.num_heads)
 
     def of_layers(self, layers: LayerRange) -> "CopyGroup":
         """Return the group restricted to the slices of some layers."""
@@ -143,6 +141,10 @@ class BoundRoute(NamedTuple):
         return all(group.pages_contiguous for group in self.copy_groups)
 
 
+_GroupShape = tuple[str, SlotGeometry, SlotGeometry, int, int, int, int]
+"""The first fields of a `CopyGroup`."""
+
+
 def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
     """Check a route against both layouts and group its region slices by geometry.
 
@@ -155,7 +157,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
     src_holdings, dst_holdings = src.held_regions(), dst.held_regions()
     _check_slices(route, src_holdings)
     groups: dict[_GroupShape, list[tuple[int, int, int]]] = {}
-    builders: dict[str, ExpectedBytesBuilder] = {}
+    costs: defaultdict[str, defaultdict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
     for region_slice in route.slices:
         source = _holding_for(region_slice, src_holdings, "prefill")
         target = _holding_for(region_slice, dst_holdings, "decode")
@@ -163,7 +165,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         overlap_pattern(source.shard, target.shard)
         num_heads = region_slice.heads[1] - region_slice.heads[0]
         region = source.region
-        shape = _GroupShape(
+        shape = (
             region_slice.component,
             SlotGeometry.from_region(region),
             SlotGeometry.from_region(target.region),
@@ -174,20 +176,22 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         )
         bases = (region_slice.layer, _base(region, region_slice), _base(target.region, region_slice))
         groups.setdefault(shape, []).append(bases)
-        builder = builders.setdefault(region_slice.component, ExpectedBytesBuilder(source.shard, target.shard, {}))
-        builder.add(region.tokens_per_cell, region_slice.layer, num_heads * region.head_bytes)
-    locations = {name: (src.locations[name], dst.locations[name]) for name in builders}
+        costs[region_slice.component][region.tokens_per_cell][region_slice.layer] += num_heads * region.head_bytes
+    locations = {name: (src.locations[name], dst.locations[name]) for name in costs}
     copy_groups = [
         CopyGroup(
             *shape,
             layers=np.array([layer for layer, _, _ in bases], np.int64),
             src_bases=np.array([base for _, base, _ in bases], np.uint64),
             dst_bases=np.array([base for _, _, base in bases], np.uint64),
-            locations=locations[shape.component],
+            locations=locations[shape[0]],
         )
         for shape, bases in groups.items()
     ]
-    expected = {name: builder.build() for name, builder in builders.items()}
+    expected = {
+        name: ExpectedBytes.from_costs(src.by_name[name].shard, dst.by_name[name].shard, own)
+        for name, own in costs.items()
+    }
     src_device, dst_device = (min(side.registered_locations).device_id for side in (src, dst))
     in_one_write: dict[tuple[Location, Location], tuple[str, ...]] = {}
     for name, ends in locations.items():
@@ -206,16 +210,6 @@ def _check_slices(route: Route, holdings: Mapping[RegionKey, HeldRegion]) -> Non
         if any(region_slice.heads[0] < stop and start < region_slice.heads[1] for start, stop in others):
             raise RouteError("route names the same heads twice", **region_slice.key._asdict(), heads=region_slice.heads)
         others.append(region_slice.heads)
-
-
-class _GroupShape(NamedTuple):
-    component: str
-    src: SlotGeometry
-    dst: SlotGeometry
-    num_heads: int
-    head_bytes: int
-    tokens_per_cell: int
-    shard_step: int
 
 
 def _holding_for(region_slice: RegionSlice, holdings: Mapping[RegionKey, HeldRegion], side: str) -> HeldRegion:

@@ -67,13 +67,7 @@ class Blocks(NamedTuple):
 
 
 class _Starts(NamedTuple):
-    """Positions of the first block of each run of a copy group.
-
-    Attributes:
-        src: int32[num_slices], on the sending side.
-        dst: int32[num_slices], on the receiving side.
-        block_bytes: Bytes of each block of these runs.
-    """
+    """Positions, int32[num_slices], of the first block of each run of a copy group, and the bytes of its blocks."""
 
     src: Positions
     dst: Positions
@@ -107,15 +101,9 @@ class _GroupBlocks:
     cells: _Starts | None
 
     def segments(self, component: ComponentSlice, layers: LayerRange) -> list[_Segment] | None:
-        """Divide a component slice into whole pages and single cells; None if blocks cannot express it.
-
-        Raises:
-            PlanError: A page table does not cover its tokens.
-        """
+        """Divide a component slice into whole pages and single cells; None if blocks cannot express it."""
         tokens_per_cell = self.group.tokens_per_cell
-        src, dst = component.src, component.dst
-        if tokens_per_cell > 1:
-            src, dst = src.in_cells(tokens_per_cell), dst.in_cells(tokens_per_cell)
+        src, dst = component.src.in_cells(tokens_per_cell), component.dst.in_cells(tokens_per_cell)
         if src.shard.size > 1 or dst.shard.size > 1:
             return None
         size = src.page_size
@@ -141,12 +129,8 @@ class _GroupBlocks:
 class RouteBlocks:
     """A planner of chunks for one peer, in blocks.
 
-    Args:
-        lists: Block lists of the route, by the memory locations of both sides.
-        groups: Its copy groups, with the runs of their blocks.
-
     Attributes:
-        lists: The block lists that the positions of its plans refer to, by location.
+        lists: The block lists that the positions of its plans refer to, by the memory locations of both sides.
     """
 
     def __init__(self, lists: Mapping[Locations, BlockLists], groups: tuple[_GroupBlocks, ...]) -> None:
@@ -170,11 +154,7 @@ class RouteBlocks:
         return cls({locations: lists.finished() for locations, lists in built.items()}, tuple(groups))
 
     def plan(self, components: Mapping[str, ComponentSlice], layers: LayerRange = ALL_LAYERS) -> Blocks | None:
-        """Compute the blocks that move some tokens.
-
-        Args:
-            components: What to move, by component; components that the route does not have are ignored.
-            layers: Global layers to move.
+        """Compute the blocks that move some tokens; components that the route does not have are ignored.
 
         Returns:
             None if there are no blocks or too many, or if the chunk needs descriptors: it begins or ends within a page
@@ -220,13 +200,9 @@ class _Lists:
         for side, (bases, steps) in enumerate(((group.src_bases, group.src), (group.dst_bases, group.dst))):
             count = steps.slots * blocks_per_page
             runs = np.empty((len(bases), 5), np.uint64)
+            distance = max(block_bytes, steps.slot_stride // blocks_per_page)
             runs[:, 0] = bases
-            runs[:, 1:] = (
-                block_bytes,
-                self._devices[side],
-                max(block_bytes, steps.slot_stride // blocks_per_page),
-                count,
-            )
+            runs[:, 1:] = block_bytes, self._devices[side], distance, count
             starts.append(self._counts[side] + np.arange(len(bases), dtype=np.int64) * count)
             self._runs[side].append(runs)
             self._counts[side] += len(bases) * count
@@ -243,14 +219,11 @@ def _cells_per_page(group: CopyGroup) -> int:
 
 def _most_blocks(route: BoundRoute) -> int:
     """Count the blocks in a route's lists, on the side that has more."""
-    counts = [
-        sum(len(group.layers) * side.slots * (1 + _cells_per_page(group)) for group, side in sides)
-        for sides in (
-            [(group, group.src) for group in route.copy_groups],
-            [(group, group.dst) for group in route.copy_groups],
-        )
-    ]
-    return max(counts)
+    blocks_per_slot = [len(group.layers) * (1 + _cells_per_page(group)) for group in route.copy_groups]
+    return max(
+        sum(count * side.slots for count, side in zip(blocks_per_slot, sides, strict=True))
+        for sides in ([group.src for group in route.copy_groups], [group.dst for group in route.copy_groups])
+    )
 
 
 def _page_is_block(group: CopyGroup) -> bool:

@@ -10,7 +10,7 @@ guards against mistakes, not against malice, and is the fastest checksum in the 
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvflow.geometry.pages import PageTable, locate
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, cell_range
 from kvflow.geometry.routes import RegionSlice, slices_in_order
 
-__all__ = ["DigestScope", "SliceCells", "View", "digest", "find_cells"]
+__all__ = ["DigestScope", "View", "digest"]
 
 UInt64Array = NDArray[np.uint64]
 
@@ -55,7 +55,7 @@ class DigestScope(NamedTuple):
     layers: LayerRange = ALL_LAYERS
 
 
-class SliceCells(NamedTuple):
+class _SliceCells(NamedTuple):
     """The cells of one region slice on one side.
 
     A *place* holds the wanted heads of one token, or of one cell that several tokens share.
@@ -74,12 +74,10 @@ class SliceCells(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """Number of heads at each place."""
         return self.heads[1] - self.heads[0]
 
     @property
     def place_bytes(self) -> int:
-        """Bytes at each place."""
         return self.num_heads * self.region.head_bytes
 
     @property
@@ -93,25 +91,23 @@ class SliceCells(NamedTuple):
         return self.num_heads == 1 or self.region.head_stride == self.region.head_bytes
 
 
-def find_cells(scope: DigestScope, component: Component, table: PageTable) -> Iterator[SliceCells]:
-    """Visit the cells of a scope in logical order, as one side stores them.
+def digest(scope: DigestScope, component: Component, table: PageTable, view: View) -> int:
+    """Compute the digest of what was written, below 2**32; 0 if nothing was.
 
-    Args:
-        scope: The same on both sides.
-        component: This side's component.
-        table: This side's pages; must cover the tokens.
-
-    Yields:
-        The cells of one region slice at a time.
+    It takes about 0.3 ms per MB and releases the GIL. The scope is the same on both sides; component, table and view
+    are this side's, and the table must cover the tokens.
     """
     regions = {(region.tensor, region.layer): region for region in component.regions}
     places: dict[int, tuple[UInt64Array, UInt64Array]] = {}
+    value = 0
     for region_slice in slices_in_order(scope.slices, component.name, scope.layers):
         region = regions[region_slice.tensor, region_slice.layer]
         tokens_per_cell = region.tokens_per_cell
         if tokens_per_cell not in places:
             places[tokens_per_cell] = _places(scope, table, tokens_per_cell)
-        yield SliceCells(region, region_slice.heads, *places[tokens_per_cell])
+        cells = _SliceCells(region, region_slice.heads, *places[tokens_per_cell])
+        value = _add(value, cells, view(MemoryRange(region.address, region.span)))
+    return value
 
 
 def _places(scope: DigestScope, table: PageTable, tokens_per_cell: int) -> tuple[UInt64Array, UInt64Array]:
@@ -123,28 +119,7 @@ def _places(scope: DigestScope, table: PageTable, tokens_per_cell: int) -> tuple
     return locate(positions, table.in_cells(tokens_per_cell))
 
 
-def digest(scope: DigestScope, component: Component, table: PageTable, view: View) -> int:
-    """Compute the digest of what was written; 0 if nothing was.
-
-    It takes about 0.3 ms per MB and releases the GIL.
-
-    Args:
-        scope: The same on both sides.
-        component: This side's component.
-        table: This side's pages; must cover the tokens.
-        view: Reads this side's memory.
-
-    Returns:
-        A number below 2**32.
-    """
-    value = 0
-    for cells in find_cells(scope, component, table):
-        region = cells.region
-        value = _add(value, cells, view(MemoryRange(region.address, region.span)))
-    return value
-
-
-def _add(value: int, cells: SliceCells, memory: NDArray[np.uint8]) -> int:
+def _add(value: int, cells: _SliceCells, memory: NDArray[np.uint8]) -> int:
     """Update the digest with some cells; `memory` is the whole region."""
     if cells.heads_contiguous:
         region = cells.region
@@ -166,7 +141,7 @@ def _add_runs(
     return value
 
 
-def _add_gathered(value: int, cells: SliceCells, grid: NDArray[np.void]) -> int:
+def _add_gathered(value: int, cells: _SliceCells, grid: NDArray[np.void]) -> int:
     """Update the digest with scattered places, copied together block by block."""
     step = max(1, BLOCK_BYTES // cells.place_bytes)
     for first in range(0, len(cells.slots), step):
@@ -175,7 +150,7 @@ def _add_gathered(value: int, cells: SliceCells, grid: NDArray[np.void]) -> int:
     return value
 
 
-def _grid(cells: SliceCells, memory: NDArray[np.uint8]) -> NDArray[np.void]:
+def _grid(cells: _SliceCells, memory: NDArray[np.uint8]) -> NDArray[np.void]:
     """View the wanted heads of a region as an array of pages and rows, and of heads if those are not contiguous."""
     region = cells.region
     shape: tuple[int, ...] = (region.slots, region.cells_per_slot)

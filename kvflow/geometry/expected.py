@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, TokenShard, cell_range, count_shared, is_final
 
-__all__ = ["ExpectedBytes", "ExpectedBytesBuilder", "LayerBytes", "expected_bytes"]
+__all__ = ["ExpectedBytes", "LayerBytes", "expected_bytes"]
 
 
 class LayerBytes(NamedTuple):
@@ -52,6 +52,13 @@ class ExpectedBytes:
     cell_bytes: Mapping[int, int]
     layer_bytes: Mapping[int, LayerBytes] = field(default_factory=dict)
 
+    @classmethod
+    def from_costs(cls, src: TokenShard, dst: TokenShard, costs: Mapping[int, Mapping[int, int]]) -> "ExpectedBytes":
+        """Sum up the bytes of a cell, by the number of tokens that share it and by layer."""
+        totals = {tokens_per_cell: sum(by_layer.values()) for tokens_per_cell, by_layer in costs.items()}
+        layers = {tokens_per_cell: LayerBytes.from_costs(by_layer) for tokens_per_cell, by_layer in costs.items()}
+        return cls(src, dst, totals, layers)
+
     @cached_property
     def is_whole(self) -> bool:
         """Whether both sides hold every token."""
@@ -75,12 +82,7 @@ class ExpectedBytes:
         return replace(self, cell_bytes=costs)
 
     def num_bytes(self, tokens: TokenRange, *, final: bool) -> int:
-        """Return the bytes that a token range takes.
-
-        Args:
-            tokens: `[start, stop)`.
-            final: Whether no token of the component follows, so that a partly filled cell is included.
-        """
+        """Return the bytes that a token range takes; if it is `final`, no token follows, and the last cell counts."""
         total = 0
         for tokens_per_cell, cost in self.cell_bytes.items():
             start, stop = cell_range(tokens, tokens_per_cell, final=final)
@@ -98,9 +100,7 @@ def expected_bytes(
     wanted: Mapping[str, TokenRange],
     layers: LayerRange = ALL_LAYERS,
 ) -> int:
-    """Return the bytes that part of a transfer takes.
-
-    The sender reports them in its notice, and the receiver checks them.
+    """Return the bytes that part of a transfer takes: the sender's notice contains them, and the receiver checks them.
 
     Args:
         expected: Expected bytes by component.
@@ -113,28 +113,3 @@ def expected_bytes(
         one = expected[name] if layers == ALL_LAYERS else expected[name].of_layers(layers)
         total += one.num_bytes(tokens, final=is_final(tokens, wanted[name]))
     return total
-
-
-class ExpectedBytesBuilder(NamedTuple):
-    """A collector of the cells of one component of a route.
-
-    Attributes:
-        src: Tokens that the sending side holds.
-        dst: Tokens that the receiving side holds.
-        by_layer: Bytes of a cell, by the number of tokens that share it and by layer.
-    """
-
-    src: TokenShard
-    dst: TokenShard
-    by_layer: dict[int, dict[int, int]]
-
-    def add(self, tokens_per_cell: int, layer: int, num_bytes: int) -> None:
-        """Add bytes to the cells of one layer."""
-        of_cells = self.by_layer.setdefault(tokens_per_cell, {})
-        of_cells[layer] = of_cells.get(layer, 0) + num_bytes
-
-    def build(self) -> ExpectedBytes:
-        """Return the total of what was added."""
-        totals = {tokens_per_cell: sum(costs.values()) for tokens_per_cell, costs in self.by_layer.items()}
-        layers = {tokens_per_cell: LayerBytes.from_costs(costs) for tokens_per_cell, costs in self.by_layer.items()}
-        return ExpectedBytes(self.src, self.dst, totals, layers)

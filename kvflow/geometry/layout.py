@@ -11,7 +11,7 @@ All addresses are unsigned 64-bit. Device addresses with bit 63 set are valid (I
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, NamedTuple
 
@@ -22,14 +22,7 @@ from kvflow.geometry.memory import ADDRESS_LIMIT, MEMORY_KINDS, Location, Memory
 from kvflow.geometry.overlap import SpacedRuns, find_overlap
 from kvflow.geometry.ranges import WHOLE, TokenRange, TokenShard
 
-__all__ = [
-    "Component",
-    "HeldRegion",
-    "KVLayout",
-    "Region",
-    "RegionKey",
-]
-
+__all__ = ["Component", "HeldRegion", "KVLayout", "Region", "RegionKey"]
 
 MAX_SLOTS = 2**31
 """Exclusive limit for the pages of a pool: indices are uint32 on the wire and int32 in NIXL."""
@@ -115,11 +108,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens_per_slot // self.tokens_per_cell
 
     @property
-    def axes_of_page(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Stride and count of the cells of a page, along the tokens and along the heads."""
-        return (self.token_stride, self.cells_per_slot), (self.head_stride, self.num_heads)
-
-    @property
     def span(self) -> int:
         """Bytes from the first byte of the first cell to the last byte of the last cell."""
         return (
@@ -133,6 +121,13 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """One past the last byte."""
         return self.address + self.span
+
+    def spaced_runs(self, owner: int, page: int | None = None) -> SpacedRuns:
+        """Describe where the cells of one page are, or those of all pages."""
+        axes = [(self.token_stride, self.cells_per_slot), (self.head_stride, self.num_heads)]
+        if page is None:
+            return SpacedRuns.from_axes(self.address, [(self.slot_stride, self.slots), *axes], self.head_bytes, owner)
+        return SpacedRuns.from_axes(self.address + page * self.slot_stride, axes, self.head_bytes, owner)
 
     def _check_sizes(self) -> None:
         for name in ("slots", "tokens_per_slot", "head_bytes", "tokens_per_cell"):
@@ -232,43 +227,15 @@ class Component(msgspec.Struct, frozen=True, dict=True):
                     slots=(region.slots, first.slots),
                     tokens_per_slot=(region.tokens_per_slot, first.tokens_per_slot),
                 )
-        self._check_cells_of_a_page_are_disjoint()
-
-    def _check_cells_of_a_page_are_disjoint(self) -> None:
-        """Refuse cells of one page that share memory; checks the first and the last page.
-
-        Different pages may share memory: if pages are rows of a ring (`kvflow.engines.transformers`), the engine uses
-        only some of them. Different components may share memory too, because each has its own page table.
-        """
+        # Different pages may share memory: if pages are rows of a ring (`kvflow.engines.transformers`), the engine uses
+        # only some of them. Different components may share memory too, because each has its own page table.
         strides = {region.slot_stride for region in self.regions}
-        for page in range(0, self.slots, max(self.slots - 1, 1)) if len(strides) > 1 else (0,):
-            self._check_disjoint(
-                [
-                    SpacedRuns.from_axes(
-                        region.address + page * region.slot_stride, region.axes_of_page, region.head_bytes, place
-                    )
-                    for place, region in enumerate(self.regions)
-                ]
-            )
+        for page in (0, self.slots - 1) if len(strides) > 1 else (0,):
+            self.check_cells_are_disjoint(page)
 
-    def check_pages_are_disjoint(self) -> None:
-        """Refuse cells that share memory, in the same or in different pages.
-
-        Raises:
-            LayoutError: Two cells share memory.
-        """
-        self._check_disjoint(
-            [
-                SpacedRuns.from_axes(
-                    region.address, ((region.slot_stride, region.slots), *region.axes_of_page), region.head_bytes, place
-                )
-                for place, region in enumerate(self.regions)
-            ]
-        )
-
-    def _check_disjoint(self, cells: Sequence[SpacedRuns]) -> None:
-        """Refuse cells that share memory; the owner of each is an index into `regions`."""
-        overlap = find_overlap(cells)
+    def check_cells_are_disjoint(self, page: int | None = None) -> None:
+        """Raise LayoutError if cells of one page share memory, or cells of the same or of different pages."""
+        overlap = find_overlap([region.spaced_runs(place, page) for place, region in enumerate(self.regions)])
         if overlap is not None:
             found = [self.regions[place] for place in overlap]
             raise LayoutError(
@@ -350,7 +317,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             if device_id < 0:
                 raise LayoutError("device id must not be negative", device_id=device_id)
         if not self.allocations:
-            msgspec.structs.force_setattr(self, "allocations", merge_ranges(self._extents()))
+            extents = [MemoryRange(region.address, region.span) for region in self.regions().values()]
+            msgspec.structs.force_setattr(self, "allocations", merge_ranges(extents))
         self._check_allocations()
 
     def _check_bounds(self) -> None:
@@ -404,11 +372,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         return {name: (0, part.tokens_per_slot) for name, part in self.by_name.items() if part.kind == "slot"}
 
     def component(self, name: str) -> Component:
-        """Return a component by name.
-
-        Raises:
-            LayoutError: There is no component with this name.
-        """
+        """Return a component by name; raise LayoutError if there is none."""
         component = self.by_name.get(name)
         if component is None:
             raise LayoutError("layout has no such component", component=name, known=list(self.by_name))
@@ -416,11 +380,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     def regions(self) -> dict[RegionKey, Region]:
         """Return every region by its key, in declaration order."""
-        return {
-            RegionKey(component.name, region.tensor, region.layer): region
-            for component in self.components
-            for region in component.regions
-        }
+        return {key: held.region for key, held in self.held_regions().items()}
 
     @property
     def summary(self) -> str:
@@ -434,9 +394,6 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             for component in self.components
             for region in component.regions
         }
-
-    def _extents(self) -> list[MemoryRange]:
-        return [MemoryRange(region.address, region.span) for region in self.regions().values()]
 
     def _check_allocations(self) -> None:
         if self.allocations != merge_ranges(self.allocations):

@@ -83,13 +83,7 @@ class _Shape(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Region slices of one shape.
-
-    Attributes:
-        shape: Shape of each slice.
-        numbers: int[n], index of each slice in the payload's order.
-        starts: uint64[n], address of the first wanted head of page 0 of each slice.
-    """
+    """Region slices of one shape: their places in the payload's order, and addresses of their first heads in page 0."""
 
     shape: _Shape
     numbers: NDArray[np.intp]
@@ -115,15 +109,12 @@ class PackedSlices(NamedTuple):
 def find_slices(
     slices: Sequence[RegionSlice], layout: KVLayout, bases: Mapping[RegionKey, int] | None = None
 ) -> dict[str, PackedSlices]:
-    """Find the region slices of a route in the memory of one side.
+    """Find the region slices of a route in the memory of one side, by component.
 
     Args:
         slices: Region slices of the route.
         layout: This side's layout.
         bases: Start address of each region, where it differs from the layout's (a mapping of the same memory).
-
-    Returns:
-        Slices by component.
 
     Raises:
         PlanError: This side does not have a region of the route.
@@ -163,12 +154,7 @@ def _group_by_shape(
 def find_runs(
     payload: Payload, slices: Mapping[str, PackedSlices], tables: Mapping[str, PageTable]
 ) -> tuple[list[PackedRuns], int]:
-    """Find the cells of a payload in the memory of one side.
-
-    Args:
-        payload: The same on both sides.
-        slices: This side's region slices, by component; see `find_slices`.
-        tables: This side's pages, by component; must cover the tokens.
+    """Find the cells of a payload in the memory of the side to which the slices and the tables belong.
 
     Returns:
         Runs, which cover each byte of the payload once, and the size of the payload in bytes.
@@ -230,13 +216,9 @@ def _runs_of(
 
 
 class _Units(NamedTuple):
-    """Units: the smallest ranges that are contiguous on this side and in the payload.
+    """Units: the smallest ranges that are contiguous on this side and in the payload, all of one size.
 
-    Attributes:
-        slots: uint64[num_units], page of each unit.
-        memory: uint64[num_units], offset from the slice's start, in bytes.
-        payload: uint64[num_units], offset from the slice's place in the payload, in bytes.
-        num_bytes: Size of a unit.
+    `memory` and `payload` are offsets in bytes, from the slice's start and from its place in the payload.
     """
 
     slots: UInt64Array
@@ -248,11 +230,7 @@ class _Units(NamedTuple):
 def _units(shape: _Shape, slots: UInt64Array, memory: UInt64Array, *, head_major: bool) -> _Units:
     """Divide cells into units.
 
-    Args:
-        shape: Shape of the slice on this side.
-        slots: uint64[num_cells], page of each cell of the first head.
-        memory: uint64[num_cells], offset of each such cell from the slice's start, in bytes.
-        head_major: Order of the payload.
+    `slots` and `memory` are, of each cell of the first head, its page and its offset in bytes from the slice's start.
     """
     size, num_heads = shape.head_bytes, shape.num_heads
     cells, heads = np.arange(len(memory), dtype=np.uint64), np.arange(num_heads, dtype=np.uint64)
@@ -268,12 +246,9 @@ def _units(shape: _Shape, slots: UInt64Array, memory: UInt64Array, *, head_major
 
 
 def _join(units: _Units) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Join consecutive units that are contiguous on both sides.
+    """Join consecutive units that are contiguous on both sides; return the first of each run, and the run's bytes.
 
     Units of different pages are not joined, which keeps the number of different lengths small.
-
-    Returns:
-        Index of the first unit of each run, and the length of each run in bytes.
     """
     step = np.uint64(units.num_bytes)
     goes_on = units.slots[1:] == units.slots[:-1]

@@ -36,11 +36,7 @@ Integers = NDArray[np.int64]
 
 
 def pack_pages(pages: bytes) -> bytes:
-    """Encode a page table.
-
-    Args:
-        pages: Page indices as little-endian uint32.
-    """
+    """Encode a page table, given as little-endian uint32."""
     num_pages = len(pages) // WIDEST
     if not num_pages:
         return b""
@@ -58,18 +54,7 @@ def pack_pages(pages: bytes) -> bytes:
 
 
 def unpack_pages(data: bytes, max_pages: int) -> bytes:
-    """Decode a page table that is not trusted.
-
-    Args:
-        data: The encoded table.
-        max_pages: Maximum number of pages.
-
-    Returns:
-        Page indices as little-endian uint32.
-
-    Raises:
-        PlanError: The table is malformed, or has more pages.
-    """
+    """Decode a page table that is not trusted to little-endian uint32; PlanError if it is malformed or longer."""
     if not data:
         return b""
     if data[:2] == WIDE and len(data) % WIDEST == 2 and 2 < len(data) <= 2 + WIDEST * max_pages:

@@ -71,11 +71,7 @@ class PageTable(NamedTuple):
     shard: TokenShard = WHOLE
 
     def check_covers(self, tokens: TokenRange, **where: str) -> None:
-        """Check that the pages can hold all tokens of a range that this side holds.
-
-        Raises:
-            PlanError: They cannot; `where` says which pages these are.
-        """
+        """Raise PlanError, with `where`, if the pages cannot hold all tokens of a range that this side holds."""
         start, stop = held_range(tokens, self.shard)
         end = self.first_token + len(self.pages) * self.page_size
         if start < stop and not self.first_token <= start <= stop <= end:
@@ -126,11 +122,7 @@ class TokenRuns(NamedTuple):
 
 
 def pages_spanned(tokens: TokenRange, page_size: int) -> int:
-    """Count the pages that a token range touches.
-
-    Raises:
-        PlanError: The range is reversed, negative or above `MAX_TOKENS`.
-    """
+    """Count the pages that a token range touches; PlanError if it is reversed, negative or above `MAX_TOKENS`."""
     return _span(check_range(tokens), page_size)
 
 
@@ -250,13 +242,9 @@ def _check_distinct(component: Component, array: NDArray[Any]) -> None:
 def build_page_tables(
     given: Mapping[str, TokenPages], layout: KVLayout, *, distinct: bool = False, is_kept: bool = False
 ) -> dict[str, PageTable]:
-    """Check the page indices of several components of a layout, see `build_page_table`.
+    """Check the page indices of several components of a layout, whose ranges must have been checked.
 
-    Args:
-        given: Tokens, whose ranges must have been checked, and pages, by component.
-        layout: The layout.
-        distinct: As in `build_page_table`.
-        is_kept: The indices are arrays that nobody changes any more, so they need not be copied.
+    If `is_kept`, nobody changes the indices any more, so they need not be copied. See `build_page_table`.
 
     Raises:
         PlanError: The layout has no such component, or the indices do not fit.
@@ -308,8 +296,8 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
     is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
     if joined and is_plain and tokens[0] < tokens[1]:
         return _joined_runs(tokens, src, dst)
-    runs = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
-    return TokenRuns(*locate(runs.starts, src), *locate(runs.starts, dst), runs.lengths)
+    starts, lengths = shared_runs(tokens, src.shard, dst.shard, src.page_size, dst.page_size)
+    return TokenRuns(*locate(starts, src), *locate(starts, dst), lengths)
 
 
 def _joined_runs(tokens: TokenRange, src: PageTable, dst: PageTable) -> TokenRuns:

@@ -59,11 +59,7 @@ class PagePart(msgspec.Struct, frozen=True):
         return self.num_heads * self.head_bytes
 
     def num_bytes(self, page_size: int) -> int:
-        """Return the bytes of the part in one page.
-
-        Raises:
-            LayoutError: A page does not hold whole cells.
-        """
+        """Return the bytes of the part in one page; raise LayoutError if a page does not hold whole cells."""
         if page_size < 1 or page_size % self.tokens_per_cell:
             raise LayoutError(
                 "page size must be a multiple of `tokens_per_cell`",

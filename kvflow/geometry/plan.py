@@ -58,13 +58,7 @@ class ComponentSlice(NamedTuple):
 
 
 class _Extents(NamedTuple):
-    """Contiguous ranges, the same for every slice of a copy group.
-
-    Attributes:
-        src: uint64[n], offset from the group's bases on the sending side, in bytes.
-        dst: uint64[n], the same on the receiving side.
-        lengths: uint64[n], in bytes.
-    """
+    """Contiguous ranges, the same for every slice of a copy group: offsets from its bases, and lengths, in bytes."""
 
     src: UInt64Array
     dst: UInt64Array
@@ -97,22 +91,13 @@ def plan(
 
 
 class ExtentPlan(NamedTuple):
-    """A plan whose descriptors can be counted before they are written out.
-
-    Attributes:
-        parts: Copy groups, with their extents.
-        num_descriptors: Number of descriptors.
-    """
+    """Copy groups with their extents: a plan whose descriptors can be counted before they are written out."""
 
     parts: Sequence[tuple[CopyGroup, _Extents]]
     num_descriptors: int
 
     def descriptors(self) -> Descriptors:
-        """Write out the descriptors.
-
-        Raises:
-            PlanError: There are too many.
-        """
+        """Write out the descriptors; raise PlanError if there are too many."""
         total = self.num_descriptors
         if total > MAX_DESCRIPTORS:
             raise PlanError(

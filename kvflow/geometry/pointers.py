@@ -54,9 +54,8 @@ class BufferLists(msgspec.Struct, frozen=True):
             raise LayoutError(
                 "pointer lists differ in length", data_ptrs=counts[0], data_lens=counts[1], item_lens=counts[2]
             )
-        for index, (address, length, item) in enumerate(
-            zip(self.data_ptrs, self.data_lens, self.item_lens, strict=True)
-        ):
+        entries = zip(self.data_ptrs, self.data_lens, self.item_lens, strict=True)
+        for index, (address, length, item) in enumerate(entries):
             if length and not (address and item):
                 raise LayoutError(
                     "address and item length may be 0 only in an elided entry, whose length is 0",
@@ -78,11 +77,7 @@ class BufferLists(msgspec.Struct, frozen=True):
         return len(self.data_ptrs)
 
     def split(self, count: int) -> tuple["BufferLists", "BufferLists"]:
-        """Split off the first `count` buffers: the model's groups from the draft layers.
-
-        Raises:
-            LayoutError: There are fewer.
-        """
+        """Split the first `count` buffers (the model's groups) from draft layers; LayoutError if there are fewer."""
         if not 0 <= count <= len(self):
             raise LayoutError("pointer lists are too short", field="data_ptrs", expected=count, found=len(self))
         return self._part(slice(count)), self._part(slice(count, None))
@@ -178,12 +173,37 @@ def regions_from_pointers(
     regions: list[Region] = []
     for index in range(len(buffers)):
         group, layer = groups[index // len(layers)], layers[index % len(layers)]
-        if not buffers.data_lens[index]:
+        item, length = buffers.item_lens[index], buffers.data_lens[index]
+        if not length:
             continue
-        parts = [group.part(buffers.item_lens[index], page_size)] if isinstance(group, OpaqueItem) else group
-        pool = _pool(buffers, index, parts, _Pages(layer, page_size, item_tokens or page_size))
-        regions += [_region(placed, pool, optional=optional) for placed in _place(parts, page_size)]
+        placed = list(_place([group.part(item, page_size)] if isinstance(group, OpaqueItem) else group, page_size))
+        page_bytes = sum(part.num_bytes(page_size) for part, _, _ in placed)
+        where = {"tensor": placed[0].part.tensor, "layer": layer}
+        _check_buffer(item, length, page_bytes, page_size, item_tokens or page_size, where)
+        memory = MemoryRange(buffers.data_ptrs[index], length)
+        regions += [_region(one, layer, memory, page_bytes, page_size, optional=optional) for one in placed]
     return tuple(regions)
+
+
+def _region(
+    placed: "_Placed", layer: int, memory: MemoryRange, page_bytes: int, page_size: int, *, optional: bool
+) -> Region:
+    part, offset, token_stride = placed
+    return Region(
+        tensor=part.tensor,
+        layer=layer,
+        address=memory.address + offset,
+        slots=memory.length // page_bytes,
+        slot_stride=page_bytes,
+        tokens_per_slot=page_size,
+        token_stride=token_stride,
+        heads=part.heads,
+        head_stride=part.head_bytes * (1 if part.order == "NHD" else page_size // part.tokens_per_cell),
+        head_bytes=part.head_bytes,
+        dtype=part.dtype,
+        optional=optional,
+        tokens_per_cell=part.tokens_per_cell,
+    )
 
 
 def layout_from_pointers(
@@ -238,24 +258,6 @@ def _whole_numbers(field: str, values: Numbers) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-class _Pages(NamedTuple):
-    """What the caller declares about the pages of one buffer."""
-
-    layer: int
-    page_size: int
-    item_tokens: int
-
-
-class _Pool(NamedTuple):
-    """One buffer, checked."""
-
-    address: int
-    slots: int
-    page_bytes: int
-    page_size: int
-    layer: int
-
-
 class _Placed(NamedTuple):
     """A part of an item: where it begins there, and how far apart its cells lie along the tokens, in bytes."""
 
@@ -277,50 +279,28 @@ def _place(parts: Sequence[PagePart | PageRows], page_size: int) -> Iterator[_Pl
         offset += part.num_bytes(page_size)
 
 
-def _pool(buffers: BufferLists, index: int, parts: Sequence[PagePart | PageRows], pages: _Pages) -> _Pool:
+def _check_buffer(
+    item: int, length: int, page_bytes: int, page_size: int, item_tokens: int, where: dict[str, Any]
+) -> None:
     """Check a buffer against what is declared about it."""
-    layer, page_size, item_tokens = pages
-    place = {"tensor": next(_place(parts, page_size)).part.tensor, "layer": layer}
-    page_bytes = sum(part.num_bytes(page_size) for part in parts)
     if item_tokens < 1 or (page_size % item_tokens and item_tokens % page_size):
         raise LayoutError(
             "`item_tokens` must be a divisor or a multiple of the page size",
-            **place,
+            **where,
             field="item_tokens",
             expected=page_size,
             found=item_tokens,
         )
-    item, length = buffers.item_lens[index], buffers.data_lens[index]
     if item * page_size != page_bytes * item_tokens:
         message = "item does not have the size of the parts of a page"
         if item_tokens == page_size and item * page_size == page_bytes:
             message = "item has the size of a token, not of a page; set item_tokens=1 if it is one (Ascend FIA)"
         raise LayoutError(
-            message, **place, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
+            message, **where, field="item_lens", expected=page_bytes * item_tokens // page_size, found=item
         )
     whole = max(item, page_bytes)
     if length % whole:
         things = "pages" if whole == page_bytes else "items"
         raise LayoutError(
-            f"buffer does not hold a whole number of {things}", **place, field="data_lens", expected=whole, found=length
+            f"buffer does not hold a whole number of {things}", **where, field="data_lens", expected=whole, found=length
         )
-    return _Pool(buffers.data_ptrs[index], length // page_bytes, page_bytes, page_size, layer)
-
-
-def _region(placed: _Placed, pool: _Pool, *, optional: bool) -> Region:
-    part = placed.part
-    return Region(
-        tensor=part.tensor,
-        layer=pool.layer,
-        address=pool.address + placed.offset,
-        slots=pool.slots,
-        slot_stride=pool.page_bytes,
-        tokens_per_slot=pool.page_size,
-        token_stride=placed.token_stride,
-        heads=part.heads,
-        head_stride=part.head_bytes * (1 if part.order == "NHD" else pool.page_size // part.tokens_per_cell),
-        head_bytes=part.head_bytes,
-        dtype=part.dtype,
-        optional=optional,
-        tokens_per_cell=part.tokens_per_cell,
-    )

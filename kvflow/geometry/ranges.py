@@ -3,7 +3,6 @@
 import functools
 import math
 import operator
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +15,6 @@ __all__ = [
     "MAX_TOKENS",
     "WHOLE",
     "LayerRange",
-    "SharedRuns",
     "TokenRange",
     "TokenShard",
     "cell_range",
@@ -101,24 +99,8 @@ WHOLE = TokenShard()
 """Every token."""
 
 
-class SharedRuns(NamedTuple):
-    """Runs of tokens that both sides hold and that stay inside one page of each.
-
-    Attributes:
-        starts: uint64[num_runs], token positions.
-        lengths: uint64[num_runs], in tokens.
-    """
-
-    starts: UInt64Array
-    lengths: UInt64Array
-
-
 def check_range(tokens: TokenRange) -> TokenRange:
-    """Convert a pair of integers of any type to a range.
-
-    Raises:
-        PlanError: `tokens` is not a pair of integers, or is reversed, negative or above `MAX_TOKENS`.
-    """
+    """Convert a pair of integers to a range; PlanError if it is none, or reversed, negative or above `MAX_TOKENS`."""
     try:
         start, stop = map(operator.index, tokens)
     except (TypeError, ValueError):
@@ -152,10 +134,13 @@ def held_range(tokens: TokenRange, shard: TokenShard) -> TokenRange:
 
 def shared_runs(
     tokens: TokenRange, src: TokenShard, dst: TokenShard, src_page_size: int, dst_page_size: int
-) -> SharedRuns:
+) -> tuple[UInt64Array, UInt64Array]:
     """Split a token range into runs that both sides hold and that stay inside one page of each.
 
     Without shards it is split at page boundaries only, with shards into equal steps that fit every boundary.
+
+    Returns:
+        Start and length of each run, uint64[num_runs], in tokens.
     """
     start, stop = tokens
     if src.size == dst.size == 1:
@@ -163,13 +148,13 @@ def shared_runs(
         if dst_page_size != src_page_size:
             starts = np.union1d(starts, _cuts(start, stop, dst_page_size))
     else:
-        step = math.gcd(src_page_size, dst_page_size, _step(src), _step(dst))
-        starts = _cuts(start, stop, step)
+        steps = (shard.interleave for shard in (src, dst) if shard.size > 1)
+        starts = _cuts(start, stop, math.gcd(src_page_size, dst_page_size, *steps))
     lengths = np.append(starts[1:], np.uint64(stop)) - starts
     if src.size == dst.size == 1:
-        return SharedRuns(starts, lengths)
+        return starts, lengths
     held = src.holds(starts) & dst.holds(starts)
-    return SharedRuns(starts[held], lengths[held])
+    return starts[held], lengths[held]
 
 
 def is_final(tokens: TokenRange, wanted: TokenRange) -> bool:
@@ -180,12 +165,8 @@ def is_final(tokens: TokenRange, wanted: TokenRange) -> bool:
 def cell_range(tokens: TokenRange, tokens_per_cell: int, *, final: bool) -> TokenRange:
     """Return the cells that are sent with a token range, where several tokens share a cell.
 
-    A cell whose tokens are in two chunks is sent with the later one, when its content is complete.
-
-    Args:
-        tokens: `[start, stop)`.
-        tokens_per_cell: Tokens that share one cell.
-        final: Whether no token follows, so that a partly filled cell is sent now.
+    A cell whose tokens are in two chunks is sent with the later one, when its content is complete; a partly filled one
+    only if the range is `final`, that is, if no token follows.
     """
     start = tokens[0] // tokens_per_cell
     stop = -(-tokens[1] // tokens_per_cell) if final else tokens[1] // tokens_per_cell
@@ -193,11 +174,7 @@ def cell_range(tokens: TokenRange, tokens_per_cell: int, *, final: bool) -> Toke
 
 
 def overlap_pattern(src: TokenShard, dst: TokenShard) -> tuple[int, int]:
-    """Return step and period, in tokens, of the pattern in which two shards overlap.
-
-    Raises:
-        LayoutError: The pattern is so long that the shards must be a mistake.
-    """
+    """Return step and period, in tokens, of the overlap of two shards; LayoutError if it is too long to be meant."""
     step, period = math.gcd(src.interleave, dst.interleave), math.lcm(src.period, dst.period)
     if period // step > MAX_OVERLAP_STEPS:
         raise LayoutError("token shards are incompatible", prefill=src, decode=dst)
@@ -227,11 +204,6 @@ def _overlap(src: TokenShard, dst: TokenShard) -> tuple[int, int, NDArray[np.int
     step, period = overlap_pattern(src, dst)
     starts = np.arange(0, period, step, dtype=np.uint64)
     return step, period, starts[src.holds(starts) & dst.holds(starts)].astype(np.int64)
-
-
-def _step(shard: TokenShard) -> int:
-    """Return the largest step at which a shard may change; 0, which every number divides, if it never does."""
-    return 0 if shard.size == 1 else shard.interleave
 
 
 def _cuts(start: int, stop: int, step: int) -> UInt64Array:

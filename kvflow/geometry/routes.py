@@ -12,13 +12,7 @@ import msgspec
 
 from kvflow.errors import RouteError
 from kvflow.geometry.layout import HeldRegion, KVLayout, Name, RegionKey
-from kvflow.geometry.ranges import (
-    ALL_LAYERS,
-    LayerRange,
-    TokenShard,
-    count_shared,
-    overlap_pattern,
-)
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenShard, count_shared, overlap_pattern
 
 __all__ = ["RegionSlice", "Route", "check_cells_match", "compile_routes", "slices_in_order"]
 
@@ -49,11 +43,6 @@ def slices_in_order(
     """Return the slices of one component, in the order in which digests and packed payloads visit them.
 
     Both sides of a transfer rely on it: layer, tensor, heads.
-
-    Args:
-        slices: Region slices of a route.
-        component: Name of the component.
-        layers: Layers to visit.
     """
     start, stop = layers
     chosen = (one for one in slices if one.component == component and start <= one.layer)
@@ -154,11 +143,7 @@ def _assign_tokens(candidates: Mapping[int, TokenShard], wanted: TokenShard, tur
 
 
 def check_cells_match(key: RegionKey, src: HeldRegion, dst: HeldRegion) -> None:
-    """Refuse two regions whose cells are not interchangeable.
-
-    Raises:
-        RouteError: The cells differ; the error names the region, the field and both values.
-    """
+    """Raise RouteError if the cells of two regions differ; it names the region, the field and both values."""
     opaque = [side.region for side in (src, dst) if side.region.tokens_per_cell == side.region.tokens_per_slot]
     if len(opaque) == 2 and src.region.head_bytes != dst.region.head_bytes:  # a page is one cell
         sizes = [region.tokens_per_slot for region in opaque]

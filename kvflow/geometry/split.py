@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvflow.geometry.binding import BoundRoute
 from kvflow.geometry.expected import ExpectedBytes, expected_bytes
-from kvflow.geometry.layout import Component, KVLayout
+from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange, is_final
 
 __all__ = ["LayerPiece", "SplitPolicy", "split_policy_for"]
@@ -76,9 +76,6 @@ class SplitPolicy(NamedTuple):
             stops: End layer of each group, in ascending order; the last group takes all remaining layers.
             ranges: Tokens of the chunk, by component.
             wanted: All tokens of the transfer, for the same components.
-
-        Returns:
-            Pieces in order, which together cover all layers.
         """
         highest = max((self.expected[name].highest_layer for name in ranges), default=0)
         last = min(bisect_right(stops, highest), len(stops) - 1)
@@ -105,16 +102,7 @@ class SplitPolicy(NamedTuple):
     def split_tokens(
         self, ranges: Mapping[str, TokenRange], wanted: Mapping[str, TokenRange]
     ) -> list[dict[str, TokenRange]]:
-        """Split a chunk along its tokens.
-
-        Args:
-            ranges: Tokens of the chunk, by component.
-            wanted: All tokens of the transfer, for the same components.
-
-        Returns:
-            The token ranges of each piece, by component. Together they cover the chunk; each component's ranges are in
-            order.
-        """
+        """Split a chunk along its tokens; return the token ranges of each piece, in order; arguments as above."""
         pieces: list[dict[str, TokenRange]] = [{}]
         capacity = self.piece_bytes
         for name, (start, stop) in ranges.items():
@@ -172,23 +160,10 @@ class SplitPolicy(NamedTuple):
 def split_policy_for(
     route: BoundRoute, src: KVLayout, dst: KVLayout, piece_bytes: int, layer_piece_bytes: int | None = None
 ) -> SplitPolicy:
-    """Return the policy for chunks that go along a route.
-
-    Args:
-        route: Bound to both layouts.
-        src: Layout of the sending side.
-        dst: Layout of the receiving side.
-        piece_bytes: Upper bound for a piece that is split along the tokens, in bytes.
-        layer_piece_bytes: Lower bound for a piece that is split between layers, in bytes; None to never split between
-            layers.
-    """
-    sides = {name: (src.component(name), dst.component(name)) for name in route.expected}
-    page_tokens = {
-        name: max(_page_tokens(side) for side in pair) for name, pair in sides.items() if pair[0].kind == "paged"
-    }
+    """Return the policy for chunks that go along a route; sizes as in `SplitPolicy`."""
+    page_tokens = {}
+    for name in route.expected:
+        sides = src.component(name), dst.component(name)
+        if sides[0].kind == "paged":  # of a request, more tokens fill a page if the rank holds only a shard of them
+            page_tokens[name] = max(side.tokens_per_slot * side.shard.size for side in sides)
     return SplitPolicy(route.expected, page_tokens, piece_bytes, layer_piece_bytes)
-
-
-def _page_tokens(component: Component) -> int:
-    """Return the tokens of a request that fill a page, which are more if the rank holds only a shard of them."""
-    return component.tokens_per_slot * component.shard.size

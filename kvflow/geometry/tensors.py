@@ -56,9 +56,7 @@ class _View(NamedTuple):
 
     def stride(self, name: str, absent: int) -> int:
         """Bytes from one entry to the next along an axis."""
-        if name not in self.names:
-            return absent
-        return self.tensor.strides[self.names.index(name)]
+        return self.tensor.strides[self.names.index(name)] if name in self.names else absent
 
     def unbind(self, name: str) -> list[_View]:
         """One view for each index of an axis, or just this view if there is no axis with this name."""
@@ -228,13 +226,15 @@ def layout_from_tensors(  # noqa: PLR0913 - what a pool is like, by keyword, eac
     meaning = Axes(axes, heads, page_size, tokens_per_cell)
     meaning.check_page_size_is_known()  # even for `slot` axes: pages of this component hold tokens
     flat = [tensor for pools in tensors.values() for tensor in pools]
-    _device_of([strided(tensor) for tensor in flat])
+    devices = sorted({strided(tensor).device for tensor in flat})
+    if len(devices) != 1:
+        raise LayoutError("tensors must be on the same device", field="device", expected=1, found=devices)
     regions = {name: regions_from_tensors(name, pools, meaning, layers=layers) for name, pools in tensors.items()}
     counts = {name: len(own) for name, own in regions.items()}
     if len(set(counts.values())) > 1:
         raise LayoutError("tensors must have the same number of layers for each name", field="layers", found=counts)
     pool = Component(component, tuple(itertools.chain.from_iterable(regions.values())))
-    pool.check_pages_are_disjoint()
+    pool.check_cells_are_disjoint()
     return layout_from_components([pool], fingerprint, tensors=flat)
 
 
@@ -278,12 +278,8 @@ def _split_fused(view: _View, axes: Axes) -> _View:
     """Give each axis a dimension of its own."""
     tensor, names = view.tensor, list[str]()
     if len(tensor.shape) != len(axes.names):
-        raise view.error(
-            "tensor does not have as many dimensions as `axes` names",
-            "order",
-            expected=axes.order,
-            found=tensor.shape,
-        )
+        message = "tensor does not have as many dimensions as `axes` names"
+        raise view.error(message, "order", expected=axes.order, found=tensor.shape)
     known = axes.known_sizes
     for name in axes.names:
         factors = name.split("*")
@@ -355,13 +351,6 @@ def _cell_bytes(view: _View) -> int:
             raise view.error("`dim` axis must be contiguous", "stride", expected=size, found=stride)
         size *= count
     return size
-
-
-def _device_of(tensors: Iterable[Strided]) -> tuple[str, int]:
-    devices = sorted({tensor.device for tensor in tensors})
-    if len(devices) != 1:
-        raise LayoutError("tensors must be on the same device", field="device", expected=1, found=devices)
-    return devices[0]
 
 
 def _allocations(

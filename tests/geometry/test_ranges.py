@@ -39,9 +39,9 @@ def test_shared_tokens_are_counted(src: TokenShard, dst: TokenShard, tokens: tup
 def test_runs_hold_each_shared_token_once_and_stay_in_one_page(
     src: TokenShard, dst: TokenShard, tokens: tuple[int, int], src_size: int, dst_size: int
 ) -> None:
-    runs = shared_runs(tokens, src, dst, src_size, dst_size)
+    starts, lengths = shared_runs(tokens, src, dst, src_size, dst_size)
     found: list[int] = []
-    for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         run = range(start, start + length)
         found += run
         for shard, size in ((src, src_size), (dst, dst_size)):
