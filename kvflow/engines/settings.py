@@ -47,11 +47,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: tuple[str, ...] = ()
 
     def for_rank(self, timeouts: Mapping[str, float], limits: Mapping[str, int]) -> dict[str, Any]:
-        """Return arguments of `kvflow.PrefillConfig` and `kvflow.DecodeConfig`.
-
-        Args:
-            timeouts: Defaults of the adapter.
-            limits: The same.
+        """Return arguments of `kvflow.PrefillConfig` and `kvflow.DecodeConfig`, over defaults of the adapter.
 
         Raises:
             ConfigError: A setting is unknown or out of range, or the keys cannot be read.
@@ -65,11 +61,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def for_decode(self) -> dict[str, Any]:
-        """Return further arguments of `kvflow.DecodeConfig`.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
-        """
+        """Return further arguments of `kvflow.DecodeConfig`; raise ConfigError if a setting cannot be used."""
         return {
             "digest_every": self.digest_every,
             "proofs": self._make(Proofs, "proofs", self.proofs),
@@ -77,11 +69,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def load_trust(self) -> Trust | None:
-        """Return the trusted keys, or None if neither `keys` nor `plain` is set.
-
-        Raises:
-            ConfigError: The keys cannot be read, or both settings are set.
-        """
+        """Return the trusted keys; None without `keys` and `plain`, ConfigError with both or with unreadable keys."""
         if self.keys is not None and self.plain:
             raise ConfigError("keys and plain transport are mutually exclusive", setting=f"{self.source}.plain")
         if self.keys is not None:

@@ -22,6 +22,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from typing_extensions import override
 
+from kvflow.addresses import join_address
 from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError
 from kvflow.resources import report_accept_shortages
@@ -175,7 +176,7 @@ class Proxy(web.Server):
             raise BadAnswer(502, f"{asked.prefill} answered without kv_transfer_params: is it a prefill server?")
         host, port = params.get("remote_host"), params.get("remote_port")
         if isinstance(host, str) and isinstance(port, int):
-            self._addresses[asked.prefill] = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+            self._addresses[asked.prefill] = join_address(host, port)
         return params
 
     async def _ask_decode(self, asked: Asked, params: object, stack: AsyncExitStack) -> aiohttp.ClientResponse:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvflow import LayoutError, head_range
 from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, regions_from_pointers
 
-__all__ = ["ListedBuffer", "Parts", "Shard", "buffers_in", "keys_and_values", "latents", "of_one_rank", "regions_of"]
+__all__ = ["ListedBuffer", "Parts", "Shard", "buffers_in", "keys_and_values", "regions_of"]
 
 Parts = Sequence[PagePart | PageRows] | OpaqueItem
 """Content of an item of a buffer."""
@@ -35,12 +35,12 @@ class Shard(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """KV heads that this rank holds.
-
-        Raises:
-            LayoutError: They cannot be distributed over the ranks.
-        """
+        """KV heads that this rank holds; LayoutError if they cannot be distributed over the ranks."""
         return head_range(self.kv_heads, self.tp_size, self.tp_rank)
+
+    def opaque(self, tensor: str) -> OpaqueItem:
+        """Describe an item of unknown content, which moves only between ranks of equal TP size."""
+        return OpaqueItem(f"{tensor} of {self.tp_size} ranks", self.tp_rank)
 
 
 class ListedBuffer(NamedTuple):
@@ -55,11 +55,7 @@ class ListedBuffer(NamedTuple):
 def buffers_in(
     addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int], layers: Sequence[int]
 ) -> list[ListedBuffer]:
-    """Combine SGLang's lists.
-
-    Raises:
-        LayoutError: They differ in length.
-    """
+    """Combine SGLang's lists; raise LayoutError if they differ in length."""
     counts = {len(addresses), len(lengths), len(items), len(layers)}
     if len(counts) != 1:
         raise LayoutError("lists of buffers differ in length", found=sorted(counts))
@@ -67,42 +63,20 @@ def buffers_in(
 
 
 def regions_of(
-    buffers: Iterable[ListedBuffer], parts: Callable[[ListedBuffer], Parts], *, page_size: int, optional: bool = False
+    buffers: Iterable[ListedBuffer],
+    parts: OpaqueItem | Callable[[ListedBuffer], Parts],
+    *,
+    page_size: int,
+    optional: bool = False,
 ) -> tuple[Region, ...]:
-    """Describe buffers whose items may differ between layers; omitted ones (of length 0) get no region.
-
-    Raises:
-        LayoutError: An item does not match its parts, or a buffer is not a whole number of items.
-    """
+    """Describe buffers whose items may differ between layers; omitted ones (of length 0) get no region."""
     regions: list[Region] = []
     for one in buffers:
         if one.length:
             lists = BufferLists([one.address], [one.length], [one.item])
-            regions += regions_from_pointers(
-                lists, [parts(one)], page_size=page_size, layers=[one.layer], optional=optional
-            )
+            item = parts if isinstance(parts, OpaqueItem) else parts(one)
+            regions += regions_from_pointers(lists, [item], page_size=page_size, layers=[one.layer], optional=optional)
     return tuple(regions)
-
-
-def of_one_rank(
-    buffers: Iterable[ListedBuffer], shard: Shard, name: str, *, page_size: int, optional: bool = False
-) -> tuple[Region, ...]:
-    """Describe pages of unknown content, which move only between ranks of equal TP size.
-
-    Raises:
-        LayoutError: A buffer is not a whole number of pages.
-    """
-    item = OpaqueItem(f"{name} of {shard.tp_size} ranks", shard.tp_rank)
-    return regions_of(buffers, lambda _: item, page_size=page_size, optional=optional)
-
-
-def latents(buffers: Iterable[ListedBuffer], *, page_size: int, optional: bool = False) -> tuple[Region, ...]:
-    """Describe latents, of which every rank holds all, and whose pages move as a whole.
-
-    Raises:
-        LayoutError: A buffer is not a whole number of pages.
-    """
-    return regions_of(buffers, lambda _: OpaqueItem("latent"), page_size=page_size, optional=optional)
 
 
 def keys_and_values(  # noqa: PLR0913 - most by keyword
@@ -144,7 +118,7 @@ def keys_and_values(  # noqa: PLR0913 - most by keyword
 
         def cells(one: ListedBuffer, tensor: str = tensor) -> Parts:
             if is_opaque:
-                return OpaqueItem(f"{tensor} of {shard.tp_size} ranks", shard.tp_rank)
+                return shard.opaque(tensor)
             head_bytes = one.item // (page_size * (heads[1] - heads[0]))
             return [PagePart(tensor, head_bytes, dtype, heads, order)]
 

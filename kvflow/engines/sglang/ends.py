@@ -57,14 +57,11 @@ class TransferEnd:
         self._owns_bootstrap_room = False
         self.conclude_state = KVPoll.Failed
 
-    def _check_has_room(self) -> None:
-        """Check that the failure recorded for the room is that of this request.
-
-        Raises:
-            KVTransferError: Another request has the room.
-        """
+    def failure_exception(self) -> None:
+        """Raise the failure recorded for the room, if that is the failure of this request."""
         if not self._owns_bootstrap_room:
             raise KVTransferError(self.bootstrap_room, "another request has this room")
+        super().failure_exception()  # type: ignore[misc] # of SGLang's class, with which this one is combined
 
     @property
     def is_safe(self) -> bool:
@@ -91,11 +88,7 @@ class TransferEnd:
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, update: "TransferUpdate[Any]") -> None:
-        """Fail the request.
-
-        Raises:
-            RankBroken: It could not start, because this rank has failed.
-        """
+        """Fail the request; raise RankBroken if it could not start because this rank has failed."""
         failure = update.failure
         if failure is not None and failure.reason is FailureReason.BROKEN:
             # This ends SGLang's server, which would otherwise fail all requests but still pass its health checks.
@@ -188,11 +181,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         return KVPoll.Transferring if status == KVPoll.Failed and self.is_read else status
 
     def offer(self, first_page: int, kv_indices: Any, *, ready: Any) -> None:
-        """Send pages that are not the last ones.
-
-        Raises:
-            KvflowError: They do not fit, or the transfer has failed.
-        """
+        """Send pages that are not the last ones; raise KvflowError if they do not fit or the transfer has failed."""
         pools = self.kv_mgr.pools
         tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
         if self.transfer is not None:
@@ -201,11 +190,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
     def offer_last(
         self, first_page: int, kv_indices: Any, states: Sequence[Any] | None, *, metadata_row: int, ready: Any
     ) -> None:
-        """Send the last pages, the states and the metadata.
-
-        Raises:
-            KvflowError: They do not fit, or the transfer has failed.
-        """
+        """Send the last pages, the states and the metadata; see `offer`."""
         pools = self.kv_mgr.pools
         tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
         pages = pools.pages(kv_indices) | pools.state_pages((0, tokens[1]), states)
@@ -223,11 +208,6 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
             return
         super().abort()
         self._give_up()
-
-    @override
-    def failure_exception(self) -> None:
-        self._check_has_room()
-        super().failure_exception()
 
     @override
     def clear(self) -> None:
@@ -276,11 +256,7 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         destination: Any = KVTransferDestination.DEVICE,
         device_kv_indices: Any = None,
     ) -> None:
-        """Grant the pages.
-
-        Raises:
-            NotImplementedError: They are not in the pool that the manager was given.
-        """
+        """Grant the pages; raise NotImplementedError if they are not in the pool that the manager was given."""
         if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
             raise NotImplementedError("kvflow receives into one pool of each kind")
         if self.transfer is None:
@@ -324,11 +300,6 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         return self.is_safe
 
     @override
-    def failure_exception(self) -> None:
-        self._check_has_room()
-        super().failure_exception()
-
-    @override
     def clear(self) -> None:
         self._give_up()
         self._is_over = True
@@ -336,11 +307,7 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
 
 
 def _address_in(info: Mapping[str, Any]) -> Endpoint:
-    """Return the address of a prefill rank from an answer of the bootstrap server.
-
-    Raises:
-        ConfigError: The answer contains none.
-    """
+    """Return the address of a prefill rank from an answer of the bootstrap server; ConfigError if there is none."""
     try:
         return Endpoint(info["rank_ip"], int(info["rank_port"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -21,6 +21,7 @@ from typing_extensions import override
 import kvflow
 import kvflow.blocking
 from kvflow import Endpoint, Memory, Outcome
+from kvflow.addresses import join_address
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
@@ -37,13 +38,7 @@ __all__ = ["KvflowKVManager"]
 
 
 class KvflowKVManager(CommonKVManager):
-    """The manager that SGLang creates for each of its prefill and decode schedulers.
-
-    Args:
-        args: The pools.
-        disaggregation_mode: Prefill or decode.
-        server_args: SGLang's settings.
-        is_mla_backend: The pool holds latents.
+    """The manager that SGLang creates for each of its prefill and decode schedulers; `args` describe the pools.
 
     Raises:
         ConfigError: SGLang is configured in a way that kvflow does not support.
@@ -112,7 +107,7 @@ class KvflowKVManager(CommonKVManager):
             engine_rank=self._prefill_unique_rank(),
             num_ranks=self.attn_tp_size * self.pp_size,
             registry=leader,
-            bind=_address(self._host, port),
+            bind=join_address(self._host, port),
             **self._common_settings(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
         )
         self.rank: Any = kvflow.blocking.PrefillRank(config, self.pools.layout, affinity=self.settings.affinity)
@@ -279,7 +274,3 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
 def _is_vectorized() -> bool:
     """Return whether AITER may have reordered the pages of the main pool, which `KVArgs` does not show."""
     return bool(envs.SGLANG_USE_AITER.get()) and envs.SGLANG_AITER_KV_CACHE_LAYOUT.get().lower() != "nhd"
-
-
-def _address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

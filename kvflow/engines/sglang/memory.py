@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow import KVLayout, LayoutError, PlanError, TokenPages
-from kvflow.engines.sglang.buffers import ListedBuffer, Shard, buffers_in, keys_and_values, latents, of_one_rank
+from kvflow.engines.sglang.buffers import ListedBuffer, Shard, buffers_in, keys_and_values, regions_of
 from kvflow.engines.sglang.states import State, describe_state
-from kvflow.geometry import BufferLists, Component, Location, layout_from_pointers
+from kvflow.geometry import BufferLists, Component, Location, OpaqueItem, Region, layout_from_pointers
 
 __all__ = ["PoolMap", "describe_pools"]
 
@@ -58,7 +58,7 @@ class PoolMap:
         """Return the page tables of a request's states; None where it has none.
 
         Args:
-            tokens: First token of which pages are needed, and one past the last token of the request's last page.
+            tokens: See `State.pages`.
             state_indices: Index lists in the order of `state_types`, or None.
 
         Raises:
@@ -75,13 +75,7 @@ class PoolMap:
 
 
 def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Location) -> PoolMap:
-    """Describe the pools of a rank.
-
-    Args:
-        args: SGLang's `KVArgs`.
-        shard: The part of the model that they hold.
-        fingerprint: What makes two caches interchangeable.
-        location: Device that they are on.
+    """Describe the pools of a rank that are in SGLang's `KVArgs`.
 
     Raises:
         LayoutError: They hold what kvflow does not move, with the reason, or their sizes are inconsistent.
@@ -90,7 +84,7 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
     main, draft = _main_buffers(args, shard)
     components = [Component("kv", _cells(main, args, shard))]
     if draft:
-        components.append(Component("draft", _draft_cells(draft, main, args, shard)))
+        components.append(Component("draft", _cells(draft, args, shard, main=main)))
     paged = [component.name for component in components]
     groups = 1 if shard.is_mla else 2
     layers = [one.layer for one in main[: len(main) // groups]]
@@ -139,29 +133,25 @@ def _main_buffers(args: Any, shard: Shard) -> tuple[list[ListedBuffer], list[Lis
     return buffers[: total - num_draft], buffers[total - num_draft :] if is_last else []
 
 
-def _cells(buffers: Sequence[ListedBuffer], args: Any, shard: Shard) -> Any:
-    page_size, dtype = args.page_size, args.kv_cache_dtype_str
-    if shard.is_mla:
-        return latents(buffers, page_size=page_size)
-    return keys_and_values(buffers, shard, page_size=page_size, dtype=dtype, is_opaque=shard.has_unknown_order)
-
-
-def _draft_cells(buffers: Sequence[ListedBuffer], main: Sequence[ListedBuffer], args: Any, shard: Shard) -> Any:
-    page_size, dtype = args.page_size, args.kv_cache_dtype_str
+def _cells(
+    buffers: Sequence[ListedBuffer], args: Any, shard: Shard, main: Sequence[ListedBuffer] | None = None
+) -> tuple[Region, ...]:
+    """Describe the main pool, or that of a draft model beside the pool `main`."""
+    is_draft = main is not None
     if not shard.is_mla:
         return keys_and_values(
             buffers,
             shard,
-            page_size=page_size,
-            dtype=dtype,
-            are_heads_known=False,
+            page_size=args.page_size,
+            dtype=args.kv_cache_dtype_str,
+            are_heads_known=not is_draft,
             is_opaque=shard.has_unknown_order,
-            optional=True,
+            optional=is_draft,
         )
-    if {one.item for one in buffers} <= {one.item for one in main}:
-        return latents(buffers, page_size=page_size, optional=True)
-    # A draft model with ordinary attention beside latents: its heads are sharded, and their number is unknown.
-    return of_one_rank(buffers, shard, "draft", page_size=page_size, optional=True)
+    # A draft model may have ordinary attention beside latents: its heads are sharded, and their number is unknown.
+    has_latents = main is None or {one.item for one in buffers} <= {one.item for one in main}
+    item = OpaqueItem("latent") if has_latents else shard.opaque("draft")
+    return regions_of(buffers, item, page_size=args.page_size, optional=is_draft)
 
 
 def _state_names(kinds: Sequence[Any]) -> list[str]:

@@ -32,11 +32,7 @@ class MetadataRows:
         self.num_bytes = sum(rows)
 
     def read(self, index: int) -> bytes:
-        """Return a copy of the rows of a request.
-
-        Raises:
-            LocalProtocolError: There are no such rows.
-        """
+        """Return a copy of the rows of a request; raise LocalProtocolError if there are no such rows."""
         index = self._check(index)
         return b"".join([buffer[row * index : row * (index + 1)] for buffer, row in self._buffers])
 

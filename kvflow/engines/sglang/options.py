@@ -31,11 +31,7 @@ WITHOUT_EFFECT: Final = (
 
 
 def refuse_unserved(mode: Any) -> None:
-    """Reject unsupported configurations, before anything is opened.
-
-    Raises:
-        ConfigError: The configuration is not supported; the error names what is not.
-    """
+    """Raise ConfigError, before anything is opened, for an unsupported configuration; it names what is unsupported."""
     parallel, disagg = get_parallel(), get_disagg()
     unserved = {
         "context parallelism": parallel.attn_cp_size > 1 or parallel.enable_cp_tp_group_sharing,

@@ -71,11 +71,7 @@ def _hook_queues() -> None:
 
 
 def _check_version() -> None:
-    """Reject other versions of SGLang, because the adapter relies on its internals.
-
-    Raises:
-        ConfigError: The version is not supported.
-    """
+    """Raise ConfigError for other versions of SGLang, because the adapter relies on its internals."""
     found = importlib.metadata.version("sglang")
     if found.split("+")[0].split(".post")[0] != SERVED:
         raise ConfigError("kvflow does not serve this version of SGLang", served=SERVED, found=found)

@@ -37,12 +37,8 @@ class QuarantineWatch:
     def check_pages(self, rank: Any, transfers: Iterable[BlockingSender | BlockingReceiver], now: float) -> None:
         """Check for pages to remind of and to release, if it is time. This is cheap while nothing is in quarantine.
 
-        It does not wait for the rank's event loop, but looks at the answer in a later call.
-
-        Args:
-            rank: The blocking rank.
-            transfers: Its transfers whose pages are not safe.
-            now: Monotonic seconds.
+        It does not wait for the event loop of the blocking rank, but looks at the answer in a later call. `transfers`
+        are those of the rank whose pages are not safe.
         """
         if self._asked is not None and self._asked.done():
             records, self._asked = self._asked.result(), None
@@ -64,7 +60,8 @@ class QuarantineWatch:
                 rank.ask(partial(_release, record))
         if records and now >= self._remind_at:
             self._remind_at = now + REMIND_S
-            self._remind(records)
+            num_bytes, oldest = sum(one.num_bytes for one in records), max(records, key=lambda one: one.since_s)
+            LOGGER.warning("%d bytes of %d requests are in quarantine; the oldest: %s", num_bytes, len(records), oldest)
 
     def _touched_at(self, record: QuarantineRecord) -> int:
         """Return when the file of a room was last touched; 0 if there is none."""
@@ -72,11 +69,6 @@ class QuarantineWatch:
             with suppress(OSError):
                 return (self._directory / str(record.room)).stat().st_mtime_ns
         return 0
-
-    def _remind(self, records: list[QuarantineRecord]) -> None:
-        num_bytes = sum(record.num_bytes for record in records)
-        oldest = max(records, key=lambda record: record.since_s)
-        LOGGER.warning("%d bytes of %d requests are in quarantine; the oldest: %s", num_bytes, len(records), oldest)
 
 
 def _release(record: QuarantineRecord, rank: Any) -> None:

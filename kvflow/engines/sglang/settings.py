@@ -78,11 +78,7 @@ def default_limits(metadata_bytes: int) -> dict[str, int]:
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both, with the options of plugins merged in turn.
-
-    Raises:
-        ConfigError: They contradict each other.
-    """
+    """Return both, with the options of plugins merged in turn; raise ConfigError if they contradict each other."""
     merged = dict(own)
     for name, value in given.items():
         if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
@@ -99,11 +95,7 @@ def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Read the settings of this process.
-
-    Raises:
-        ConfigError: They are not valid JSON, or a setting is unknown or has the wrong type.
-    """
+    """Read the settings of this process; raise ConfigError if they are not valid JSON, or one is not valid."""
     text = environment.get(VARIABLE, "{}")
     try:
         return msgspec.json.decode(text, type=Settings)

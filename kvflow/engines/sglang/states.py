@@ -58,11 +58,7 @@ class StateBuffers(NamedTuple):
 
     @classmethod
     def read(cls, args: Any, index: int) -> "StateBuffers":
-        """Extract state `index` from `KVArgs`.
-
-        Raises:
-            LayoutError: Its lists differ in length.
-        """
+        """Extract state `index` from `KVArgs`; raise LayoutError if its lists differ in length."""
         kind = args.state_types[index]
         addresses = args.state_data_ptrs[index]
         layers = list(_nth(args, "state_layer_ids", index))
@@ -130,14 +126,7 @@ class State(NamedTuple):
 
 
 def describe_state(name: str, args: Any, index: int, shard: Shard, layers: Sequence[int]) -> State:
-    """Describe one state.
-
-    Args:
-        name: Name of its component.
-        args: SGLang's `KVArgs`.
-        index: Position of the state in SGLang's lists.
-        shard: The part of the model that this rank holds.
-        layers: Layer numbers of the main pool.
+    """Describe the state at a position of the lists in SGLang's `KVArgs`; `layers` are those of the main pool.
 
     Raises:
         LayoutError: Its kind is not moved, with the reason, or its buffers do not fit.
@@ -176,13 +165,9 @@ def _items(
     for one in buffers:
         tensor = f"item{seen[one.layer]}"
         seen[one.layer] += 1
-        item = OpaqueItem(tensor) if shard.is_mla else OpaqueItem(f"{tensor} of {shard.tp_size} ranks", shard.tp_rank)
-        regions += regions_of([one], functools.partial(_same, item), page_size=page_size)
+        item = OpaqueItem(tensor) if shard.is_mla else shard.opaque(tensor)
+        regions += regions_of([one], item, page_size=page_size)
     return (Component(name, regions, kind="slot" if state.kind in ROWS else "paged"),) if regions else ()
-
-
-def _same(item: OpaqueItem, _: ListedBuffer) -> Parts:
-    return item
 
 
 def _window(name: str, state: StateBuffers, args: Any, shard: Shard) -> Component:
@@ -220,10 +205,9 @@ def _index(name: str, state: StateBuffers, layers: Sequence[int], page_size: int
         )
     own = [one._replace(layer=layer) for one, layer in zip(state.buffers, layers, strict=False)]
     draft = [one._replace(layer=place) for place, one in enumerate(state.buffers[count:])]
-    item = OpaqueItem("index_k")
     components = []
     for suffix, buffers, optional in (("", own, False), ("_draft", draft, True)):
-        regions = regions_of(buffers, lambda _: item, page_size=page_size, optional=optional)
+        regions = regions_of(buffers, OpaqueItem("index_k"), page_size=page_size, optional=optional)
         if regions:
             components.append(Component(f"{name}{suffix}", regions))
     return tuple(components)
@@ -239,50 +223,31 @@ def _recurrent(name: str, state: StateBuffers, shard: Shard) -> Component:
     if shard.pp_size > 1 and not state.has_layers:
         raise LayoutError("this state has no layer numbers, which pipeline stages need", state="mamba")
     rows = math.lcm(*state.rows)
-    has_blocks = any(state.groups)
     seen = Counter[int]()
     regions: tuple[Region, ...] = ()
     for place, one in enumerate(state.buffers):
         tensor = f"state{seen[one.layer]}"
         seen[one.layer] += 1
-        cut = _Cut(tensor, state.dims[place], state.groups[place], state.rows[place], rows, has_blocks)
-        regions += regions_of([one], functools.partial(cut.parts, shard), page_size=rows)
+        regions += regions_of([one], functools.partial(_cut, state, place, shard, tensor), page_size=rows)
     return Component(name, regions, kind="slot")
 
 
-class _Cut(NamedTuple):
-    """Sharding of one buffer of a recurrent state; see `StateBuffers`."""
-
-    tensor: str
-    dim: int | None
-    groups: Sequence[int] | None
-    own_rows: int
-    rows: int
-    has_blocks: bool
-
-    def parts(self, shard: Shard, one: ListedBuffer) -> Parts:
-        """Return the content of an item."""
-        tp_size, tp_rank = shard.tp_size, shard.tp_rank
-        if self.dim is None:
-            return OpaqueItem(f"{self.tensor} of {tp_size} ranks", tp_rank)
-        if self.dim == 0:
-            return OpaqueItem(self.tensor)
-        unit, shared_by = one.item // (self.dim * self.own_rows), self.rows // self.own_rows
-        groups = self.groups or ()
-        if groups and sum(groups) == self.dim * tp_size and not any(full % tp_size for full in groups):
-            widths = [full // tp_size for full in groups]
-            blocks = [
-                PagePart(
-                    f"{self.tensor}.{number}",
-                    unit,
-                    "uint8",
-                    (tp_rank * width, (tp_rank + 1) * width),
-                    tokens_per_cell=shared_by,
-                )
-                for number, width in enumerate(widths)
-            ]
-            return [PageRows(tuple(blocks))]
-        is_one_block = self.has_blocks and self.groups is None
-        tensor = self.tensor if is_one_block else f"{self.tensor} of {tp_size} ranks"
-        heads = (tp_rank * self.dim, (tp_rank + 1) * self.dim)
-        return [PagePart(tensor, unit, "uint8", heads, tokens_per_cell=shared_by)]
+def _cut(state: StateBuffers, place: int, shard: Shard, tensor: str, one: ListedBuffer) -> Parts:
+    """Return the content of an item of one buffer of a recurrent state."""
+    dim, groups, rows = state.dims[place], state.groups[place], state.rows[place]
+    if dim is None:
+        return shard.opaque(tensor)
+    if dim == 0:
+        return OpaqueItem(tensor)
+    tp_size, tp_rank = shard.tp_size, shard.tp_rank
+    unit, shared_by = one.item // (dim * rows), math.lcm(*state.rows) // rows
+    if groups and sum(groups) == dim * tp_size and not any(full % tp_size for full in groups):
+        blocks = []
+        for number, full in enumerate(groups):
+            heads = (tp_rank * full // tp_size, (tp_rank + 1) * full // tp_size)
+            blocks.append(PagePart(f"{tensor}.{number}", unit, "uint8", heads, tokens_per_cell=shared_by))
+        return [PageRows(tuple(blocks))]
+    is_one_block = any(state.groups) and groups is None
+    if not is_one_block:
+        tensor = f"{tensor} of {tp_size} ranks"
+    return [PagePart(tensor, unit, "uint8", (tp_rank * dim, (tp_rank + 1) * dim), tokens_per_cell=shared_by)]

@@ -69,12 +69,12 @@ ALLOCATOR_NAMES: Final = """
 """
 """Attributes of the allocator for each kind of attention."""
 
+HELD: Final = "__kvflow_held__"
+"""Reserved request id under which held blocks are freed."""
+
 
 class Engine:
-    """A manager, as seen by an end.
-
-    Args:
-        manager: A `ContinuousBatchingManager` that is not running.
+    """A `ContinuousBatchingManager` that is not running, as seen by an end.
 
     Raises:
         ConfigError: Its configuration or its version is not supported.
@@ -172,10 +172,7 @@ class Engine:
             yield
 
     def check_accepts(self, settings: Mapping[str, Any]) -> None:
-        """Check that the manager accepts requests, and these settings of one.
-
-        Args:
-            settings: Keyword arguments for its logits processors.
+        """Check that the manager accepts requests, and these settings of one for its logits processors.
 
         Raises:
             LocalProtocolError: It is stopping, has failed, or was restarted without this end.
@@ -192,10 +189,7 @@ class Engine:
             raise ConfigError("settings of the request cannot be used", detail=str(error)) from error
 
     def has(self, request_id: str) -> bool:
-        """Return whether the manager has a request with this id, whether or not kvflow moves it.
-
-        Callable from any thread.
-        """
+        """Return whether the manager has a request, whether or not kvflow moves it. Callable from any thread."""
         waiting = self.manager.input_queue
         with waiting.mutex:
             if any(state.request_id == request_id for state in waiting.queue):
@@ -266,10 +260,6 @@ def _undelivered_logged(state: Any) -> AbstractContextManager[None]:
     return contained(partial(LOGGER.error, "output of request %s could not be delivered: %s", state.request_id))
 
 
-HELD: Final = "__kvflow_held__"
-"""Reserved request id under which held blocks are freed."""
-
-
 class End(abc.ABC, Generic[AnyRank]):
     """One end of kvflow; its methods are called on the thread of the generation loop, or while the loop is paused.
 
@@ -315,10 +305,7 @@ class End(abc.ABC, Generic[AnyRank]):
 
     @abc.abstractmethod
     def lose(self, request_id: str) -> bool:
-        """Handle that a request loses its blocks, and return whether it was one of the end's.
-
-        If it was, the end holds blocks that may still be read or written.
-        """
+        """Handle that a request loses its blocks; return whether the end holds those that may be read or written."""
 
     @abc.abstractmethod
     def fail_all(self, error: Exception) -> None:
@@ -363,11 +350,7 @@ class WakeUp(threading.Event):
 
 
 def _refuse_unserved(manager: Any) -> None:
-    """Reject unsupported configurations.
-
-    Raises:
-        As the constructor of `Engine`.
-    """
+    """Reject unsupported configurations, with the errors of `Engine`."""
     found = importlib.metadata.version("transformers")
     if ".".join(found.split(".")[:2]) not in VERSIONS:
         raise ConfigError("kvflow does not know this version of transformers", found=found, expected=VERSIONS)
@@ -385,11 +368,7 @@ def _refuse_unserved(manager: Any) -> None:
 
 
 def _check_names(manager: Any) -> None:
-    """Check that this version of transformers has what kvflow uses of it.
-
-    Raises:
-        ConfigError: Names are missing.
-    """
+    """Raise ConfigError if this version of transformers lacks what kvflow uses of it."""
     missing = _missing(manager, NAMES)
     if not missing:
         for kind, allocator in manager.batch_processor.cache.cache_allocators.items():

@@ -28,15 +28,7 @@ Tables = dict[str, Sequence[int] | TokenPages | None]
 
 
 class CacheMap:
-    """The layout of a cache, and the page tables of its requests.
-
-    Args:
-        cache: A `PagedAttentionCache`.
-        fingerprint: What makes two caches interchangeable.
-
-    Raises:
-        LayoutError: The cache has a kind of attention that kvflow does not move.
-    """
+    """The layout of a `PagedAttentionCache`, and its page tables; LayoutError if kvflow does not move its attention."""
 
     def __init__(self, cache: Any, fingerprint: str) -> None:
         unknown = sorted(set(cache.cache_allocators) - set(COMPONENTS))

@@ -24,11 +24,7 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 def read_first_token(metadata: bytes, vocab_size: int) -> FirstToken:
-    """Parse the metadata from a prefill server.
-
-    Raises:
-        RemoteProtocolError: It does not contain a token of this model.
-    """
+    """Parse the metadata from a prefill server; RemoteProtocolError if it does not contain a token of this model."""
     try:
         first = msgspec.json.decode(metadata, type=FirstToken)
     except msgspec.DecodeError as error:

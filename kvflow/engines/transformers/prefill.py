@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -71,20 +72,13 @@ class PrefillManager(End[PrefillRank]):
         ticket = self.rank.ticket(room)
         sender = self.rank.send(room)
         self._senders[room], self._offered[room] = sender, 0
-        accepted = None
-        try:
-            accepted = self.engine.add_request(tokens, request_id=room, max_new_tokens=1, **settings)
-        finally:
-            if accepted is None:
-                self._withdraw(room)
-        if accepted is None:
-            raise LocalProtocolError("manager takes no requests", room=room)
+        with ExitStack() as stack:
+            stack.callback(lambda: self._senders.pop(room).abort())
+            stack.callback(self._offered.pop, room, None)
+            if self.engine.add_request(tokens, request_id=room, max_new_tokens=1, **settings) is None:
+                raise LocalProtocolError("manager takes no requests", room=room)
+            stack.pop_all()
         return Sent(ticket, sender)
-
-    def _withdraw(self, room: str) -> None:
-        """End the transfer of a request that the manager has not accepted."""
-        self._offered.pop(room, None)
-        self._senders.pop(room).abort()
 
     @override
     def has(self, request_id: str) -> bool:
@@ -100,17 +94,15 @@ class PrefillManager(End[PrefillRank]):
     def step(self) -> None:
         """Offer what the last batch has computed, and drop ended transfers."""
         for update in self.rank.completed():
-            is_current = self._senders.get(str(update.room)) is update.transfer  # another request may have the room
-            if is_current and update.outcome is not Outcome.PENDING:
-                self._end_room(str(update.room))
+            room = str(update.room)
+            if self._senders.get(room) is not update.transfer or update.outcome is Outcome.PENDING:
+                continue  # another request may have the room
+            if room in self._offered:  # the rest is not needed
+                self.engine.manager.cancel_request(room)
+            else:
+                self._senders.pop(room, None)
         for room in list(self._offered):
             self._offer(room)
-
-    def _end_room(self, room: str) -> None:
-        if room in self._offered:  # the rest is not needed
-            self.engine.manager.cancel_request(room)
-        else:
-            self._senders.pop(room, None)
 
     def _offer(self, room: str) -> None:
         """Offer complete blocks only: an incomplete one may still be replaced by an equal block of another request."""

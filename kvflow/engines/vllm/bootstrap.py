@@ -25,17 +25,7 @@ MAX_CONNECTIONS: Final = 32
 
 @contextmanager
 def serve_query(host: str, port: int, endpoint: str, loop: LoopThread) -> Iterator[None]:
-    """Serve queries on the event loop of the rank.
-
-    Args:
-        host: Host to listen on.
-        port: Port to listen on.
-        endpoint: Endpoint of the first prefill rank.
-        loop: The event loop.
-
-    Raises:
-        ConfigError: The address cannot be bound.
-    """
+    """Serve queries for an endpoint on the rank's event loop; raise ConfigError if the address cannot be bound."""
     body = json.dumps({"0": {"engine_id": endpoint, "worker_addr": {"0": {"0": endpoint}}}}).encode()
     open_tasks: set[asyncio.Task[None]] = set()
 

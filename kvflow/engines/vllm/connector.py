@@ -54,11 +54,6 @@ KVConnectorHandshakeMetadata.register(WorkerAddress)
 class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     """KV connector over kvflow.
 
-    Args:
-        vllm_config: All of vLLM's settings.
-        role: Scheduler or worker.
-        kv_cache_config: Configuration of the caches.
-
     Raises:
         ConfigError: vLLM is configured in a way that kvflow does not support, or an option is invalid.
     """
@@ -251,7 +246,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Create statistics from what another process sent."""
-        return Stats.from_data(data)
+        return Stats(data)
 
     @classmethod
     @override
@@ -262,11 +257,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _refuse_unserved(config: Any, options: Options) -> None:
-    """Reject unsupported configurations, before anything is opened.
-
-    Raises:
-        ConfigError: The configuration is not supported; the error names what is not.
-    """
+    """Raise ConfigError, before anything is opened, for an unsupported configuration; it names what is unsupported."""
     parallel = config.parallel_config
     # vLLM sets the size to 1 in the engines of dense models, which are independent; their index remains.
     is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0

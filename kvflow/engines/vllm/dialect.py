@@ -70,8 +70,7 @@ class Reference(NamedTuple):
 def digest_of(request: Any) -> str:
     """Return a digest of what a request's cache is computed from, so that decode takes over no other cache.
 
-    Args:
-        request: vLLM's `Request`: its tokens, and whatever else makes vLLM distinguish equal tokens.
+    That is its tokens, and whatever else makes vLLM distinguish equal tokens.
     """
     lora = getattr(request, "lora_request", None)
     features = getattr(request, "mm_features", None) or ()
@@ -144,19 +143,7 @@ def reply(
     prompt: str,
     trust: Trust | None = None,
 ) -> dict[str, Any]:
-    """Return the parameters for a router to pass to decode.
-
-    Args:
-        ticket: Ticket of any room of this server.
-        room: Room of the request.
-        request_id: vLLM's id of the request on prefill.
-        num_tokens: Tokens of its prompt, which was computed.
-        prompt: `digest_of` the prompt.
-        trust: Keys of this server, which sign the ticket.
-
-    Raises:
-        KvflowError: The room or the ticket is not valid.
-    """
+    """Return the parameters for a router to pass to decode, with a ticket for the room made from any of this server."""
     own = ticket_for_room(ticket, room, trust)
     endpoint = Endpoint.parse(str(own["address"]))
     return {

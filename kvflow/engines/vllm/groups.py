@@ -57,11 +57,7 @@ class Group:
 
 
 def describe_groups(groups: Sequence[Any], *, channels_first: bool = False) -> tuple[Group, ...]:
-    """Describe vLLM's `KVCacheGroupSpec`s.
-
-    Args:
-        groups: vLLM's KV cache groups.
-        channels_first: vLLM's layout of convolution states is "DS".
+    """Describe vLLM's `KVCacheGroupSpec`s; `channels_first` if its layout of convolution states is "DS".
 
     Raises:
         ConfigError: A group is of a kind that kvflow does not move; the error names it.

@@ -29,13 +29,7 @@ CELLS_TOGETHER: Final = "page head dim dim"
 
 
 class Caches:
-    """The caches of one worker.
-
-    Args:
-        layout: Layout of the caches.
-        groups: vLLM's KV cache groups.
-        layers: Global number of each layer, by name, in order.
-    """
+    """The caches of one worker; `layers` has the global number of each layer, by name, in order."""
 
     def __init__(self, layout: KVLayout, groups: Sequence[Group], layers: Mapping[str, int]) -> None:
         self.layout = layout
@@ -64,17 +58,7 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
     tp_rank: int,
     fingerprint: str,
 ) -> Caches:
-    """Describe the caches of a worker.
-
-    Args:
-        caches: Tensors, by name of the layer.
-        groups: vLLM's KV cache groups.
-        backend: Name of the attention backend.
-        layers: Global number of each layer, by name.
-        total_kv_heads: KV heads of the model.
-        tp_size: Workers that share the heads.
-        tp_rank: Number of this worker among them.
-        fingerprint: What makes two caches interchangeable.
+    """Describe the caches of a worker: tensors, by name of the layer. `backend` is that of attention.
 
     Raises:
         ConfigError: The caches are of a kind that kvflow does not move; the error names it.

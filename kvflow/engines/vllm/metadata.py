@@ -110,10 +110,6 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Address of a prefill worker.
-
-    Attributes:
-        ticket: One of its tickets.
-    """
+    """Address of a prefill worker: one of its tickets."""
 
     ticket: Mapping[str, object]

@@ -39,7 +39,7 @@ class Stats(KVConnectorStats):
     """Statistics since the last step, as lists, so that vLLM can send and concatenate them."""
 
     def __init__(self, data: dict[str, list[Any]] | None = None) -> None:
-        super().__init__({name: [] for name in SERIES} if data is None else data)
+        super().__init__(data or {name: [] for name in SERIES})
 
     @override
     def reset(self) -> None:
@@ -89,11 +89,6 @@ class Stats(KVConnectorStats):
             "Blocks held": sum(self.data[HELD]),
             **({"Failures": " ".join(reasons)} if reasons else {}),
         }
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any] | None) -> KVConnectorStats:
-        """Create statistics from what another process sent."""
-        return cls(data or None)
 
 
 class Metrics(KVConnectorPromMetrics):

@@ -48,11 +48,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
 
 
 def read_options(extra_config: Mapping[str, Any]) -> Options:
-    """Parse `kv_connector_extra_config`.
-
-    Raises:
-        ConfigError: An option is unknown or has the wrong type.
-    """
+    """Parse `kv_connector_extra_config`; raise ConfigError if an option is unknown or has the wrong type."""
     try:
         return msgspec.convert(dict(extra_config), Options)
     except msgspec.ValidationError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
+from kvflow.addresses import join_address
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
@@ -43,13 +44,7 @@ class Place:
 
 
 class Ranks:
-    """The ranks of a worker.
-
-    Args:
-        prefill: Rank that sends, or None.
-        decode: Rank that receives, or None.
-        stack: Closes the ranks.
-    """
+    """The ranks of a worker: one that sends, one that receives, or both; `stack` closes them."""
 
     def __init__(
         self, prefill: kvflow.blocking.PrefillRank | None, decode: kvflow.blocking.DecodeRank | None, stack: ExitStack
@@ -68,21 +63,13 @@ class Ranks:
         return None if self._prefill is None else self._prefill.ticket("any")
 
     def send(self, room: str, label: str) -> BlockingSender:
-        """Start to send a room, whose lease starts when its ticket leaves.
-
-        Raises:
-            KvflowError: The rank cannot send it.
-        """
+        """Start to send a room, whose lease starts when its ticket leaves; KvflowError if the rank cannot send it."""
         if self._prefill is None:
             raise kvflow.LocalProtocolError("this server does not prefill", room=room)
         return self._prefill.send(room, label=label, defer_lease=True)
 
     def announce(self, reference: Reference, label: str) -> BlockingReceiver:
-        """Announce a room to be received.
-
-        Raises:
-            KvflowError: The rank cannot announce it.
-        """
+        """Announce a room to be received; KvflowError if the rank cannot announce it."""
         if self._decode is None:
             raise kvflow.LocalProtocolError("this server does not decode", prefill=reference.prefill)
         return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
@@ -108,11 +95,7 @@ class Ranks:
 
 
 def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
-    """Open the ranks of a worker. The first worker of a server answers for the others.
-
-    Raises:
-        KvflowError: An option is invalid, or the transport does not start.
-    """
+    """Open the ranks of a worker, or raise KvflowError; the first worker of a server answers for the others."""
     with ExitStack() as stack:
         loop = stack.enter_context(LoopThread(_cpus(options)))
         backend = SharedBackend(options.backend, options.backend_options)
@@ -135,18 +118,17 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
 
 
 def _prefill_config(options: Options, place: Place, registry: str | None, port: int = 0) -> kvflow.PrefillConfig:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return kvflow.PrefillConfig(bind=f"tcp://{host}:{port}", registry=registry, **_common_settings(options, place))
+    bind = join_address(options.host, port)
+    return kvflow.PrefillConfig(bind=bind, registry=registry, **_common_settings(options, place))
 
 
 def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:
-    common = _common_settings(options, place)
     return kvflow.DecodeConfig(
         registry=options.registry,
         advertise=options.host,
         signed_tickets=options.signed_tickets,
         **options.for_decode(),
-        **common,
+        **_common_settings(options, place),
     )
 
 

@@ -164,11 +164,7 @@ class ConnectorScheduler:
             self._orders.reclaimed[sending.request_id] = True
 
     def _announce(self, request: Any) -> None:
-        """Announce a request to prefill; compute it here if it cannot be taken over.
-
-        Raises:
-            KvflowError: The router's parameters are unusable.
-        """
+        """Announce a request to prefill; compute it here if it cannot be taken over, or if this raises KvflowError."""
         request_id = request.request_id
         reference = take_reference(request.kv_transfer_params)
         if reference is None:

@@ -73,12 +73,8 @@ class BlockShortage:
     def reclaim(self, num_blocks: int, now: float) -> dict[str, bool]:
         """Return the finished requests to give up, after each attempt of vLLM to schedule; oldest first.
 
-        Args:
-            num_blocks: Blocks of the pool.
-            now: The time.
-
-        Returns:
-            For each request, whether it is given up even if a decode server waits for it, without blocks.
+        The value is whether one is given up even if a decode server waits for it, without blocks. The pool has
+        `num_blocks`.
         """
         short, self._short = self._short, {}
         is_crossed = any(request_id in self._asked for request_id in short)

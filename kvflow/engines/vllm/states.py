@@ -38,16 +38,7 @@ class RecurrentState:
         return self.convolution[1 if self.channels_first else 0]
 
     def regions(self, caches: Sequence[Any], layers: Sequence[int], *, tp_rank: int) -> tuple[Region, ...]:
-        """Describe the caches of some layers.
-
-        Args:
-            caches: Caches as vLLM allocates them: blocks, one head, one token, bytes.
-            layers: Global numbers of the layers.
-            tp_rank: Number of this worker among those that share the layers.
-
-        Raises:
-            LayoutError: The caches differ from this description.
-        """
+        """Describe the caches of some layers, as vLLM allocates them: blocks, one head, one token, bytes."""
         inputs = [_part(cache, 0, self.convolution, self.dtypes[0]) for cache in caches]
         offset = prod(self.convolution) * self.dtypes[0].itemsize
         states = [_part(cache, offset, self.state, self.dtypes[1]) for cache in caches]
@@ -63,15 +54,7 @@ class RecurrentState:
 
 
 def describe_state(spec: Any, *, channels_first: bool) -> RecurrentState:
-    """Describe vLLM's `MambaSpec`.
-
-    Args:
-        spec: Spec of a group of layers.
-        channels_first: vLLM's layout of convolution states is "DS".
-
-    Raises:
-        ConfigError: The state is of a kind that kvflow does not move; the error names it.
-    """
+    """Describe vLLM's `MambaSpec`; raise ConfigError, which names it, for a kind of state that kvflow does not move."""
     kind = spec.mamba_type.name
     if kind not in SERVED:
         raise ConfigError("recurrent states of this kind are not served", found=kind, known=SERVED)

@@ -21,11 +21,7 @@ _spin_or_sleep: Final = SpinCondition.wait
 
 
 def sleep_instead_of_spinning(is_due: Callable[[], bool]) -> None:
-    """Make this process sleep where vLLM would spin.
-
-    Args:
-        is_due: Returns whether to sleep now; if not, the process waits as before this call.
-    """
+    """Make this process sleep where vLLM would spin, whenever it `is_due`; otherwise it waits as before this call."""
     wait_otherwise = SpinCondition.wait
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:

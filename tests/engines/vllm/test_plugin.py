@@ -106,7 +106,7 @@ def test_series_are_filled() -> None:
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
     assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
     assert not [name for name in found if name.startswith("vllm:nixl")]
-    assert Stats.from_data(sent).reduce()["Failures"] == "not_granted"
+    assert Stats(sent).reduce()["Failures"] == "not_granted"
 
 
 def test_what_would_corrupt_caches_is_refused() -> None:
