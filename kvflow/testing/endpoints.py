@@ -102,28 +102,20 @@ class Endpoint:
             self._outgoing[post_id] = (other, notice)
 
     async def take_events(self) -> list[BackendEvent]:
-        """Wait until there are events that no earlier call has returned.
-
-        Returns:
-            These events, including notices that were delivered out of band.
-
-        Raises:
-            BackendError: The backend has broken down.
-        """
-        while self._num_taken == len(self.events):
-            await self._wait()
+        """Wait until there are events that no earlier call has returned, and return them."""
+        await self.take_until(lambda: self._num_taken < len(self.events))
         taken = self.events[self._num_taken :]
         self._num_taken = len(self.events)
         return taken
 
     async def take_until(self, condition: Callable[[], object]) -> None:
-        """Wait until the events fulfil a condition.
-
-        Raises:
-            BackendError: The backend has broken down.
-        """
+        """Wait until the events fulfil a condition; raise the error of a backend that breaks down meanwhile."""
         while not condition():
-            await self._wait()
+            if self.breakdowns:
+                raise self.breakdowns[0]
+            if self._woken.is_set():
+                self._woken = anyio.Event()
+            await self._woken.wait()
 
     async def take_ends(self, count: int = 1) -> None:
         """Wait until `count` posts have ended."""
@@ -137,14 +129,6 @@ class Endpoint:
         """Close the backend; any later event is a violation."""
         await self.backend.aclose()
         self._is_closed = True
-
-    async def _wait(self) -> None:
-        """Wait for the next event."""
-        if self.breakdowns:
-            raise self.breakdowns[0]
-        if self._woken.is_set():
-            self._woken = anyio.Event()
-        await self._woken.wait()
 
     def _take_in(self, events: Sequence[BackendEvent]) -> None:
         self._check_callback("on_events")
@@ -189,25 +173,13 @@ class Endpoint:
         """Return the notices that have arrived."""
         return [event.payload for event in self.events if isinstance(event, NoticeArrived)]
 
-    def has_ended(self, post_id: int) -> bool:
-        """Return whether one post has ended."""
-        return any(end.post_id == post_id for end in self.ends())
-
     async def take_end(self, post_id: int) -> PostEnded:
-        """Wait until one post has ended, and return its completion; others may end before or after it.
-
-        Raises:
-            BackendError: The backend has broken down.
-        """
-        await self.take_until(lambda: self.has_ended(post_id))
+        """Wait until one post has ended, and return its completion; others may end before or after it."""
+        await self.take_until(lambda: any(end.post_id == post_id for end in self.ends()))
         return next(end for end in self.ends() if end.post_id == post_id)
 
     def check_ends(self) -> None:
-        """Check, after closing, that each post has ended exactly once, and that the events are consistent.
-
-        Raises:
-            AssertionError: They are not.
-        """
+        """Check, after closing, that each post has ended exactly once, and that the events are consistent."""
         assert not self.violations
         assert len(self.breakdowns) <= 1, f"on_broken was called more than once: {self.breakdowns}"
         counts = Counter(end.post_id for end in self.ends())

@@ -16,7 +16,6 @@ from kvflow.testing.contract.suite.memory import MemoryContract
 from kvflow.testing.contract.suite.metadata import MetadataContract
 from kvflow.testing.contract.suite.peers import PeerContract
 from kvflow.testing.contract.suite.processes import ProcessContract
-from kvflow.testing.contract.suite.ranges import RangeContract
 from kvflow.testing.contract.suite.writes import WriteContract
 from tests.support.faulty_memory import MappedMemoryBackend
 from tests.support.torch_buffers import TorchBuffer
@@ -63,7 +62,7 @@ class TestSharedNixl(SharedContract):
 
 
 @pytest.mark.timeout(180)
-class TestMooncake(WriteContract, RangeContract, PeerContract, ProcessContract):
+class TestMooncake(WriteContract, PeerContract, ProcessContract):
     """100,000 descriptors in one post take Mooncake seconds, and most of a minute when all cores are busy."""
 
     backend = "mooncake"

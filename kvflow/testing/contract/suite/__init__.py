@@ -6,7 +6,6 @@ from kvflow.testing.contract.suite.memory import MemoryContract
 from kvflow.testing.contract.suite.metadata import MetadataContract
 from kvflow.testing.contract.suite.peers import PeerContract
 from kvflow.testing.contract.suite.processes import ProcessContract
-from kvflow.testing.contract.suite.ranges import RangeContract
 from kvflow.testing.contract.suite.writes import WriteContract
 
 __all__ = ["BackendContract"]
@@ -17,7 +16,6 @@ class BackendContract(
     BlockContract,
     PeerContract,
     MetadataContract,
-    RangeContract,
     MemoryContract,
     ClosingContract,
     ProcessContract,

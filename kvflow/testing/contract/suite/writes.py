@@ -1,6 +1,7 @@
-"""Writes, their completions, and their notices."""
+"""Writes, their completions, their notices, and ranges that are refused."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvflow.backends.base import BackendEvent, NoticeArrived, PostEnded
 from kvflow.geometry.plan import Descriptors
-from kvflow.testing.contract.base import ContractBase
+from kvflow.testing.contract.base import ContractBase, check_only_this_arrives, is_refused
 from kvflow.testing.endpoints import Endpoint, copies, descriptors_of, random_bytes, same
 
 __all__ = ["WriteContract"]
@@ -29,6 +30,21 @@ GAP: Final = 3
 
 LONGEST_NOTICE = 128 * 1024
 """A notice contains the engine's metadata, 64 KiB by default, and some hundred bytes more."""
+
+
+SIZE: Final = 4096
+OUTSIDE: Final = {
+    "one byte before": (-1, 64, 0),
+    "one byte after": (SIZE - 63, 64, 0),
+    "behind": (SIZE, 1, 0),
+    "longer than all": (0, SIZE + 1, 0),
+    "wraps around": (64, 2**64 - 64, 0),
+    "other device": (0, 64, 1),
+    "zero length": (0, 0, 0),
+    "zero length at the end": (SIZE, 0, 0),
+}
+"""Ranges on which libraries crash or write to the wrong place: start in a buffer of `SIZE` bytes, length, and an offset
+of the device id."""
 
 
 class WriteContract(ContractBase):
@@ -186,6 +202,20 @@ class WriteContract(ContractBase):
             assert depths == [1] * NUM_SLOTS
             assert same(source, target)
             assert sorted(int(notice) for notice in target.notices()) == list(range(NUM_SLOTS))
+
+    async def test_a_range_that_is_not_registered_is_refused(self) -> None:
+        """The bad descriptor is between good ones, and none of them is written."""
+        accepted: list[str] = []
+        async with self.open_some(SIZE) as (source, target):
+            for side, (case, (start, length, device)) in itertools.product(("source", "target"), OUTSIDE.items()):
+                descriptors = copies(source, target, (0, 128, 256))
+                owner, bad = (source, descriptors.src) if side == "source" else (target, descriptors.dst)
+                descriptors.src[1, 1] = descriptors.dst[1, 1] = 64
+                bad[1] = (owner.address + start, length, owner.buffer.device_id + device)
+                if not is_refused(functools.partial(source.post, 9, target, descriptors, b"bad")):
+                    accepted.append(f"{case} of the {side}")
+            assert accepted == []
+            await check_only_this_arrives(source, target)
 
     def skip_without_in_band_notices(self, endpoint: Endpoint) -> None:
         """Skip the test if notices use the control channel."""
