@@ -33,16 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_program(program: str, description: str, commands: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
-    """Run one of the commands of a program.
+    """Run one of the commands of a program, and return the exit code, as `main`.
 
     Args:
         program: Name of the program, as a person types it.
         description: Begins its help.
         commands: Modules by name of the command, as in `COMMANDS`.
         argv: Arguments of the program; those of this process by default.
-
-    Returns:
-        The exit code, as `main`.
     """
     words = sys.argv[1:] if argv is None else argv
     name = " ".join([program, *words[:1]])
@@ -61,12 +58,8 @@ def _prepare(program: str, description: str, places: Mapping[str, str], words: S
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, place in places.items():
         module = import_module(place)
-        command = commands.add_parser(
-            name,
-            help=module.__doc__,
-            description=module.__doc__,
-            formatter_class=HelpFormatter,
-        )
+        about = module.__doc__
+        command = commands.add_parser(name, help=about, description=about, formatter_class=HelpFormatter)
         module.add_arguments(command)
         command.set_defaults(prepare=module.prepare)
     arguments = parser.parse_args(words)
@@ -75,14 +68,11 @@ def _prepare(program: str, description: str, places: Mapping[str, str], words: S
 
 
 def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
-    """Load and run a command; report an interrupt or a kvflow error in one line on standard error.
+    """Load and run a command, and return the exit code; tell of an interrupt or a kvflow error in one line on stderr.
 
     Args:
         name: Prefix of that line.
         prepare: Imports what is needed, and returns the function to run. An interrupt meanwhile requires no cleanup.
-
-    Returns:
-        The exit code.
     """
     from kvflow.errors import KvflowError  # noqa: PLC0415 - as above
 
@@ -101,10 +91,7 @@ def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
 
 @contextmanager
 def _ended_by_interrupt(name: str) -> Iterator[None]:
-    """End the process at once when it is interrupted.
-
-    An exception would pass through imports, where libraries swallow or print it.
-    """
+    """End the process at once when it is interrupted: an exception would pass through imports, which may swallow it."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         os.write(2, f"{_interrupted(name)}\n".encode())

@@ -6,13 +6,7 @@ import importlib.util
 import kvflow
 from kvflow.errors import ConfigError
 
-__all__ = [
-    "HelpFormatter",
-    "add_backend_option",
-    "check_backend",
-    "check_installed",
-    "check_positive",
-]
+__all__ = ["HelpFormatter", "add_backend_option", "check_backend", "check_installed", "check_positive"]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -46,11 +40,7 @@ def check_backend(name: str, *, between_processes: bool = False) -> str:
 
 
 def check_positive(arguments: argparse.Namespace, *options: str) -> None:
-    """Check that some options are above 0.
-
-    Raises:
-        ConfigError: One is not; the error names the first.
-    """
+    """Raise ConfigError if an option is not above 0; the error names the first."""
     for name in options:
         value = getattr(arguments, name)
         if not 0 < value < float("inf"):
@@ -58,15 +48,8 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
 
 
 def check_installed(*packages: str) -> None:
-    """Check that packages are installed.
-
-    Raises:
-        ConfigError: Some are not; the error names them.
-    """
+    """Raise ConfigError if packages are not installed; the error names them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(
-            "command requires packages that are not installed",
-            missing=missing,
-            install=f"pip install {' '.join(missing)}",
-        )
+        install = f"pip install {' '.join(missing)}"
+        raise ConfigError("command requires packages that are not installed", missing=missing, install=install)

@@ -57,11 +57,7 @@ class RankPool:
 
 
 def make_pools(model: LanguageModel, options: DemoOptions, side: SideName, num_tokens: int) -> list[RankPool]:
-    """Create the pools of all ranks of a side.
-
-    Raises:
-        LayoutError: The heads cannot be split among that many ranks.
-    """
+    """Create the pools of all ranks of a side; raise LayoutError if heads cannot be split among that many ranks."""
     num_ranks, seed = options.prefill_tp, options.seed
     if side == "decode":
         num_ranks, seed = options.decode_tp, seed + num_ranks

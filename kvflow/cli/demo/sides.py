@@ -42,11 +42,7 @@ class Sides:
         self._pipes[side].send_bytes(msgspec.json.encode(order))
 
     def expect(self, side: SideName, event: str) -> Report:
-        """Wait for a report.
-
-        Raises:
-            SideFailed: A side cannot continue.
-        """
+        """Wait for a report; raise SideFailed if a side cannot continue."""
         while (side, event) not in self._reports:
             if self._pipes[side] not in self._open:
                 raise SideFailed("side ended without a report", side=side, event=event)

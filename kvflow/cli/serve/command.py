@@ -62,13 +62,9 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     is_cpu = bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
     from kvflow.cli.serve import vllm  # noqa: PLC0415 - aiohttp may be missing
 
+    first = arguments.port + 1
     described = vllm.pair(
-        model=model,
-        served_name=arguments.model,
-        first_port=arguments.port + 1,
-        extra_config=extra,
-        arguments=words,
-        is_cpu=is_cpu,
+        model=model, served_name=arguments.model, first_port=first, extra_config=extra, arguments=words, is_cpu=is_cpu
     )
     servers = [vllm.vllm_server(options, logs) for options in described]
     router = vllm.router(servers, arguments.host, arguments.port, logs, is_concurrent=arguments.concurrent)

@@ -49,16 +49,13 @@ class Server:
 
     Attributes:
         name: Name in errors.
-        url: Base URL.
+        url: Base URL; `/health` there shows when it is ready.
         log: File with all of its output; a restart appends.
         pid: ID of its first process.
 
     Args:
-        name: Name in errors.
         command: Command line.
         environment: Additional environment variables.
-        url: Base URL; `/health` there shows when it is ready.
-        log: File for its output.
     """
 
     def __init__(
@@ -86,11 +83,7 @@ class Server:
         self.pid = self._process.pid
 
     async def wait_until_ready(self, timeout_s: float = READY_S) -> None:
-        """Wait until it is healthy.
-
-        Raises:
-            ServerFailed: It has ended, or is not healthy in time.
-        """
+        """Wait until it is healthy; raise ServerFailed if it has ended, or is not healthy in time."""
         deadline = time.monotonic() + timeout_s
         async with aiohttp.ClientSession() as session:
             while not await self._is_healthy(session):
@@ -107,11 +100,7 @@ class Server:
         return False
 
     async def watch(self) -> None:
-        """Wait until it has ended.
-
-        Raises:
-            ServerFailed: Always, unless it is cancelled.
-        """
+        """Wait until it has ended, and raise ServerFailed."""
         if self._process is not None:
             await anyio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
         raise ServerFailed("server has ended", self)

@@ -71,12 +71,7 @@ class VllmServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vllm_server(options: VllmServer, logs: Path) -> Server:
-    """Create a server, without starting it.
-
-    Args:
-        options: Options of the server.
-        logs: Directory for its log.
-    """
+    """Create a server, without starting it; its log will be in the directory `logs`."""
     # Not the `vllm` command, which is missing in builds distributed under another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", options.model, "--served-model-name", options.served_name]
@@ -88,29 +83,16 @@ def vllm_server(options: VllmServer, logs: Path) -> Server:
     environment = dict(options.environment)
     if options.cpus is not None:
         environment |= CPU_ENVIRONMENT
-        environment |= {
-            "OMP_NUM_THREADS": str(len(options.cpus)),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, options.cpus)),
-        }
-    log = logs / f"{options.name}.log"
-    return Server(
-        options.name,
-        [*command, *options.arguments],
-        environment,
-        url=f"http://127.0.0.1:{options.port}",
-        log=log,
-    )
+        environment["OMP_NUM_THREADS"] = str(len(options.cpus))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, options.cpus))
+    url, log = f"http://127.0.0.1:{options.port}", logs / f"{options.name}.log"
+    return Server(options.name, [*command, *options.arguments], environment, url=url, log=log)
 
 
 def router(servers: Sequence[Server], host: str, port: int, logs: Path, *, is_concurrent: bool) -> Server:
     """Create a router, without starting it: vLLM's own, or `kvflow proxy` if that is not installed.
 
-    Args:
-        servers: Prefill and decode.
-        host: Host to listen on.
-        port: Port to listen on.
-        logs: Directory for its log.
-        is_concurrent: Use `kvflow proxy` in any case.
+    With `is_concurrent`, it is `kvflow proxy` in any case. Its log will be in the directory `logs`.
     """
     program = None if is_concurrent else shutil.which("vllm-router")
     if program is None:
@@ -145,11 +127,11 @@ def pair(
     """Describe a prefill and a decode server on this machine, each with half of the CPUs or its own GPU.
 
     Args:
-        model: Directory or name.
-        served_name: Name that clients use for the model.
+        model: As in `VllmServer`.
+        served_name: The same.
         first_port: Port of prefill; decode uses the next.
         extra_config: Settings of kvflow's connector.
-        arguments: Additional arguments for vLLM's command line.
+        arguments: As in `VllmServer`.
         is_cpu: vLLM is built for CPUs.
     """
     halves = halves_of_cpus()
