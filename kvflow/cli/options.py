@@ -24,15 +24,7 @@ def add_backend_option(parser: argparse.ArgumentParser, default: str = "nixl") -
 
 
 def check_backend(name: str, *, between_processes: bool = False) -> str:
-    """Check that a transport exists, before anything is started with it.
-
-    Args:
-        name: Name from the user.
-        between_processes: It must reach other processes, which excludes `memory`.
-
-    Raises:
-        ConfigError: It does not exist; the error lists the known ones.
-    """
+    """Return the name of a transport that exists, and reaches other processes if it must; ConfigError lists those."""
     known = [backend for backend in kvflow.known_backends() if backend != "memory" or not between_processes]
     if name not in known:
         raise kvflow.ConfigError("unknown backend, or not usable with this command", backend=name, known=known)

@@ -180,12 +180,8 @@ def check_refusal_is_told(
 ) -> None:
     """Make prefill reject a request after its ticket was returned: it fails on decode, and the next one succeeds.
 
-    Args:
-        adapter: The adapter.
-        prompt: The prompt.
-        reasons: Allowed failures. If an engine does not tell the adapter of requests that it rejects, decode waits for
-            its deadline.
-        timeout_s: How long to wait.
+    `reasons` are allowed failures: if an engine does not tell the adapter of requests that it rejects, decode waits for
+    its deadline.
     """
     expected = adapter.reference(prompt)
     adapter.refuse_next()
@@ -203,14 +199,7 @@ def check_restart(
     reasons: Sequence[FailureReason] = STALE,
     timeout_s: float = 30,
 ) -> None:
-    """Restart either side: requests succeed again, and a ticket of the earlier process is rejected.
-
-    Args:
-        adapter: The adapter.
-        prompt: The prompt.
-        reasons: Allowed failures of such a ticket.
-        timeout_s: How long to wait.
-    """
+    """Restart either side: requests succeed again, and a ticket of the earlier process fails for one of `reasons`."""
     expected = adapter.reference(prompt)
     stale = adapter.prefill(prompt, "stale")
     for side in SIDES:

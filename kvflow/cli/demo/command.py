@@ -41,12 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
-    """Return a function that runs the demo; that returns 1 if tokens differ.
-
-    Raises:
-        ConfigError: An option is invalid, or a package is missing.
-        LayoutError: The KV heads cannot be split among that many ranks.
-    """
+    """Return a function that runs the demo, and then 1 if tokens differ; raise KvflowError for invalid options."""
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if missing:
         install = f"pip install 'kvflow[{'demo,nixl-cu12' if arguments.backend == 'nixl' else 'demo'}]'"

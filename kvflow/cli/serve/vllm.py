@@ -126,13 +126,8 @@ def pair(
 ) -> tuple[VllmServer, VllmServer]:
     """Describe a prefill and a decode server on this machine, each with half of the CPUs or its own GPU.
 
-    Args:
-        model: As in `VllmServer`.
-        served_name: The same.
-        first_port: Port of prefill; decode uses the next.
-        extra_config: Settings of kvflow's connector.
-        arguments: As in `VllmServer`.
-        is_cpu: vLLM is built for CPUs.
+    Decode uses the port after `first_port`. `extra_config` has settings of kvflow's connector. `is_cpu` says for what
+    vLLM is built. The rest is as in `VllmServer`.
     """
     halves = halves_of_cpus()
 

@@ -24,15 +24,7 @@ OnFailure = Literal["fail", "recompute"]
 
 @dataclass
 class _Arriving:
-    """A request that has not arrived yet.
-
-    Attributes:
-        state: The manager's state of the request.
-        receiver: Its transfer.
-        on_failure: What to do with the request if the transfer fails.
-        has_blocks: It has blocks, which were granted.
-        prefix: Number of tokens that were cached here already.
-    """
+    """A request that has not arrived yet; `prefix` is the number of its tokens that were cached here already."""
 
     state: Any
     receiver: BlockingReceiver

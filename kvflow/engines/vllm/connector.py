@@ -59,6 +59,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    _scheduler: ConnectorScheduler
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -72,7 +73,6 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         # With data parallelism, all ranks compute each step together, even those that have nothing to compute.
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
-        self._scheduler: Any = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
                 self._groups,
@@ -131,8 +131,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        orders: StepOrders = self._scheduler.step(scheduler_output)
-        return orders
+        return self._scheduler.step(scheduler_output)
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -144,16 +143,13 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def has_pending_push_work(self) -> bool:
-        awaits_proof: bool = self._scheduler.awaits_proof
-        return awaits_proof
+        return self._scheduler.awaits_proof
 
     @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_complete = request.status in COMPLETE
-        answer: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, is_complete=is_complete)
-        return answer
+        return self._scheduler.finished(request, is_complete=request.status in COMPLETE)
 
     # The worker side -------------------------------------------------------------------------------------------------
 
