@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from kvflow.errors import ThreadShortage
-from kvflow.system import MAX_THREADS, WorkerThreads, system_ports
+from kvflow.system import MAX_THREADS, system_ports
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +45,7 @@ async def test_cancelled_wait_goes_on_until_the_function_has_ended() -> None:
         ended.append(True)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(WorkerThreads(), run)
+        tasks.start_soon(system_ports().run_in_thread, run)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
         threading.Timer(0.01, may_end.set).start()
@@ -71,7 +71,7 @@ async def test_without_threads_the_function_is_not_called(monkeypatch: pytest.Mo
 
 
 async def test_no_more_functions_run_at_once_than_there_are_threads() -> None:
-    run = WorkerThreads()
+    run = system_ports().run_in_thread
     may_end = threading.Event()
     running: list[int] = []
 

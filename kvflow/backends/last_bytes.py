@@ -1,19 +1,29 @@
 """Base class for transports whose bytes in flight to and from host memory the kernel shows, in TCP connections."""
 
 import abc
-from collections.abc import Collection
-from typing import Generic, Protocol, TypeVar
+import functools
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from typing import Final, Generic, Protocol, TypeVar
 
+import anyio
 from typing_extensions import override
 
+from kvflow.aio.worker_threads import run_in_thread
 from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.owner import AnyPeer, NativeAgent, OwnerBackend, PollIntervals
-from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import Elsewhere, domain_of_host, is_same_kernel
-from kvflow.errors import BackendError
+from kvflow.backends.sockets import Connections, Elsewhere, domain_of_host, hosts_of, is_same_kernel
+from kvflow.errors import BackendError, Shortage
 from kvflow.observe.logs import get_logger
+from kvflow.resources import check_shortage
 
-__all__ = ["LastBytesBackend", "TcpAgent"]
+__all__ = ["LastBytesBackend", "SocketDrainCheck", "TcpAgent", "find_elsewhere"]
+
+Result = TypeVar("Result")
+
+LOOK_S: Final = 2e-3
+MAX_LOOK_S: Final = 1.0
+"""Longest pause between two checks; the first is `LOOK_S`, and each is twice as long. The kernel sends no event."""
 
 
 class TcpAgent(NativeAgent, Protocol):
@@ -74,11 +84,8 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
         try:
             drain = self._socket_drain
             if domain and not is_same_kernel(domain, own):
-
-                async def find() -> Elsewhere:
-                    return Elsewhere.from_sockets(await self._call(_found_by), domain, ends)
-
-                drain = SocketDrainCheck(find=find)
+                find = functools.partial(find_elsewhere, domain=domain, ends=ends)
+                drain = SocketDrainCheck(find=lambda: self._call(find))
             await drain.wait()
             await self._call(lambda agent: agent.poll())
         except (OSError, BackendError) as error:
@@ -87,15 +94,85 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
         return True
 
 
-def _found_by(agent: TcpAgent) -> tuple[frozenset[int], frozenset[int], frozenset[bytes]]:
-    """Return the inodes of the library's sockets, its listening ports, and all remote hosts so far.
+def find_elsewhere(agent: TcpAgent, *, domain: bytes, ends: Collection[bytes]) -> Elsewhere:
+    """Return the connections of a library with a process of another kernel or network namespace.
+
+    Args:
+        agent: The agent of the library.
+        domain: The `domain_of_host` of the process. Its addresses are used only if one of them has been seen here:
+            otherwise another address stands for them, such as that of a NAT.
+        ends: Remote ends of connections that need not end. They are not copied.
 
     Raises:
         OSError: They cannot be listed, for example because there is no free descriptor.
     """
     found = agent.look_at_sockets()
-    return (
-        frozenset(inode for sockets in found for inode in sockets.listed()),
-        frozenset(port for sockets in found for port in sockets.ports),
-        frozenset(host for sockets in found for host in sockets.hosts),
+    seen, hosts = {host for sockets in found for host in sockets.hosts}, hosts_of(domain)
+    return Elsewhere(
+        inodes=frozenset(inode for sockets in found for inode in sockets.listed()),
+        ports=frozenset(port for sockets in found for port in sockets.ports),
+        hosts=hosts if hosts & seen else frozenset(),
+        spared=ends,
     )
+
+
+class SocketDrainCheck:
+    """Checks the connections to this process on behalf of all callers of `wait`.
+
+    Each call to `wait` makes the check start over with all current connections. Its result also answers earlier calls:
+    once the current connections are dry, so are those that existed earlier.
+
+    Args:
+        of_domain: Check only connections with processes of the same `kernel_domain`; see `Connections`.
+        find: Finds the connections to check instead, before they are listed; see `Connections`. A BackendError that it
+            raises is a reason to try again.
+    """
+
+    def __init__(self, *, of_domain: bool = False, find: Callable[[], Awaitable[Elsewhere]] | None = None) -> None:
+        self._of_domain = of_domain
+        self._find = find
+        self._looking = anyio.Lock()
+        self._num_asked = 0
+        self._num_answered = 0
+
+    async def wait(self) -> None:
+        """Wait until every connection that exists now has been dry once, or is closed. This may never happen.
+
+        Raises:
+            OSError: The kernel does not show the connections. A shortage of descriptors is waited out.
+        """
+        self._num_asked += 1
+        mine = self._num_asked
+        async with self._looking:
+            while self._num_answered < mine:
+                self._num_answered = await self._wait_until_dry()
+
+    async def _wait_until_dry(self) -> int:
+        """Wait until the connections are dry, and return how many callers had asked when they were last listed."""
+        connections, asked, pause_s = None, 0, LOOK_S
+        while True:
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_LOOK_S)
+            with suppress(BackendError, Shortage):  # this time
+                if connections is None or asked != self._num_asked:
+                    now_asked = self._num_asked
+                    elsewhere = None if self._find is None else await self._find()
+                    connections = await _look(
+                        functools.partial(Connections, of_domain=self._of_domain, elsewhere=elsewhere)
+                    )
+                    asked, pause_s = now_asked, LOOK_S
+                if await _look(connections.are_dry):
+                    return asked
+
+
+async def _look(look: Callable[[], Result]) -> Result:
+    """Call a function that reads the kernel's tables in a thread; raise a Shortage if there is none, or no descriptor.
+
+    Raises:
+        OSError: Any other error.
+    """
+    try:
+        return await run_in_thread(look)
+    except OSError as error:
+        check_shortage(error.errno)
+        raise

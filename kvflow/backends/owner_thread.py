@@ -16,6 +16,7 @@ There, calls raise `BackendError`, stopping does nothing, and the agent is never
 """
 
 import asyncio
+import atexit
 import concurrent.futures
 import ctypes
 import os
@@ -27,9 +28,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from kvflow.backends.threads import ExitBarrier, start_thread
 from kvflow.errors import BackendError, BackendUnavailable
 
 __all__ = ["OwnerThread", "PollIntervals", "Polled"]
@@ -47,6 +47,9 @@ LULL: Final = 0.8
 
 GAPS: Final = 8
 """Number of recent gaps between successful polls; the shortest predicts how soon the next event may arrive."""
+
+EXIT_TIMEOUT_S: Final = 5.0
+"""How long process exit waits for a native call to return: longer than any call that does not hang."""
 
 PR_SET_TIMERSLACK: Final = 29
 TIMER_SLACK_NS: Final = 1_000
@@ -107,12 +110,15 @@ class OwnerThread:
         self._in_use = threading.RLock()
         self._agent: Polled | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._barrier = ExitBarrier(self._thread, lambda: self._put_command(_nothing))
+        self._barrier = _ExitBarrier(self._thread, lambda: self._put_command(_nothing))
         try:
-            start_thread(self._thread)
-        except BackendUnavailable:
+            self._thread.start()
+        except RuntimeError as error:
             self._barrier.cancel()
-            raise
+            raise BackendUnavailable(
+                "cannot start a thread; raise the process limit (`ulimit -u`, or the container's pids limit)",
+                thread=name,
+            ) from error
         _owners.add(self)
 
     def adopt(self, agent: Polled | None) -> None:
@@ -168,8 +174,12 @@ class OwnerThread:
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():
-                _resolve(future, function)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                future.set_exception(error)
 
         self._put_command(run)
         self._barrier.lift()
@@ -270,13 +280,51 @@ def _nothing() -> None:
     """Do nothing. Queued only to wake the thread."""
 
 
-def _resolve(future: "concurrent.futures.Future[Any]", function: Callable[[], Any]) -> None:
-    try:
-        result = function()
-    except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+class _ExitBarrier:
+    """The point at which a daemon thread waits when the interpreter exits.
+
+    Callers need not close a transport before the process exits. But during teardown, the interpreter unwinds every
+    thread that returns to it, and if the thread returns from a native call, that ends the process with SIGABRT. So
+    before teardown begins, the thread is made to wait outside of any native call. It must not end either: that would
+    destroy the objects it refers to, and native libraries abort then too.
+
+    Args:
+        thread: The thread.
+        interrupt: Makes the thread check `is_due` soon.
+
+    Attributes:
+        is_due: True if the thread has to call `wait` now.
+    """
+
+    def __init__(self, thread: threading.Thread, interrupt: Callable[[], object]) -> None:
+        self.is_due = False
+        self._thread = thread
+        self._interrupt = interrupt
+        self._is_reached = threading.Event()
+        self._is_lifted = threading.Event()
+        atexit.register(self._at_exit)
+
+    def wait(self) -> None:
+        """Wait until `lift` is called, possibly forever. Call it on the thread."""
+        self._is_reached.set()
+        self._is_lifted.wait()
+
+    def lift(self) -> None:
+        """Let the waiting thread continue, because a function that runs at exit still has work for it."""
+        if self.is_due:
+            self.is_due = False
+            self._is_lifted.set()
+
+    def cancel(self) -> None:
+        """Stop tracking the thread, because it is about to end or was never started."""
+        self.lift()
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if self._thread.is_alive():  # in a forked process, the parent's threads are not alive
+            self.is_due = True
+            self._interrupt()
+            self._is_reached.wait(EXIT_TIMEOUT_S)
 
 
 _owners: "weakref.WeakSet[OwnerThread]" = weakref.WeakSet()

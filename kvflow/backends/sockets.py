@@ -128,22 +128,6 @@ class Elsewhere:
     hosts: frozenset[bytes] = frozenset()
     spared: Collection[bytes] = ()
 
-    @classmethod
-    def from_sockets(
-        cls, sockets: tuple[frozenset[int], frozenset[int], frozenset[bytes]], domain: bytes, ends: Collection[bytes]
-    ) -> "Elsewhere":
-        """Return the connections with a process.
-
-        Args:
-            sockets: Inodes, ports and remote hosts of the library so far.
-            domain: The `domain_of_host` of the process. Its addresses are used only if one of them has been seen here:
-                otherwise another address stands for them, such as that of a NAT.
-            ends: Remote ends of connections that need not end. They are not copied.
-        """
-        inodes, ports, seen = sockets
-        hosts = hosts_of(domain)
-        return cls(inodes, ports, hosts if hosts & seen else frozenset(), ends)
-
     def includes(self, row: Row) -> bool:
         """Return whether a near end belongs to such a connection."""
         if row.inode not in self.inodes and int(_port(row.ends[0]), 16) not in self.ports:
@@ -243,13 +227,14 @@ class Connections:
         listed = {row.inode for row in rows} | _local_sockets()
         # A reset connection is in no table, but may still have bytes to read.
         unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
-        self._wet = [ends for ends in self._wet if (self._is_wet(near[ends], far) if ends in near else unread)]
+        self._wet = [
+            ends
+            for ends in self._wet
+            if (is_wet(near[ends], far, counts_end=self._counts_end) if ends in near else unread)
+        ]
         if self._elsewhere is not None:
             self._wet = [ends for ends in self._wet if not self._elsewhere.spares(ends)]
         return not self._wet and not unread
-
-    def _is_wet(self, row: Row, far: Mapping[Ends, int]) -> bool:
-        return is_wet(row, far, counts_end=self._counts_end)
 
 
 def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:

@@ -400,7 +400,7 @@ async def test_what_a_fork_leaves_to_its_parent_is_not_used_and_never_destroyed(
 
 AT_EXIT = """
 import atexit, functools, sys, threading, time
-from kvflow.backends import threads
+from kvflow.backends import owner_thread
 from kvflow.backends.owner import OwnerThread, PollIntervals
 
 begun, exiting = threading.Event(), threading.Event()
@@ -420,7 +420,7 @@ owner = OwnerThread("owner", print, PollIntervals(0.0, 0.0, 0.0))
 owner.submit(functools.partial(owner.adopt, Agent()))
 begun.wait()
 owner.submit(lambda: print("not any more", flush=True))
-threads.TIMEOUT_S = {timeout_s}
+owner_thread.EXIT_TIMEOUT_S = {timeout_s}
 atexit.register(exiting.set)
 sys.exit(3)
 """

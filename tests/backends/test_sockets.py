@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import anyio
 import pytest
 
-from kvflow.backends import socket_drain, sockets
+from kvflow.backends import last_bytes, sockets
 from kvflow.backends.base import Backend
+from kvflow.backends.last_bytes import SocketDrainCheck, find_elsewhere
 from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
-from kvflow.backends.socket_drain import SocketDrainCheck
-from kvflow.backends.sockets import Connections, Elsewhere
+from kvflow.backends.sockets import Connections
 from kvflow.hosts import is_own_address
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
@@ -291,8 +292,9 @@ def test_connections_with_another_host_need_not_end_once_a_living_process_lists_
     monkeypatch.setattr(sockets, "NETLINK_SOCK_DIAG", UNKNOWN_PROTOCOL)
     spared: set[bytes] = set()
     host = socket.inet_aton("10.77.1.2")
-    seen = (frozenset[int](), frozenset({0x4038}), frozenset({host}))
-    elsewhere = Elsewhere.from_sockets(seen, b"kernel " + host.hex().encode(), spared)
+    library: Any = SimpleNamespace(listed=dict, ports={0x4038}, hosts={host})
+    agent: Any = SimpleNamespace(look_at_sockets=lambda: [library])
+    elsewhere = find_elsewhere(agent, domain=b"kernel " + host.hex().encode(), ends=spared)
     connections = Connections(elsewhere=elsewhere)
     assert not connections.are_dry()
     spared.add(host + 0x8BA8.to_bytes(2, "big"))
@@ -357,7 +359,7 @@ class Looks:
 
 async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a rank whose peers keep their connections open would check once for each peer that dies."""
-    monkeypatch.setattr(socket_drain, "Connections", Looks)
+    monkeypatch.setattr(last_bytes, "Connections", Looks)
     monkeypatch.setattr(Looks, "made", [])
     dry, answers = SocketDrainCheck(), list[int]()
 
@@ -378,7 +380,7 @@ async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monke
 
 
 async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket_drain, "Connections", Looks)
+    monkeypatch.setattr(last_bytes, "Connections", Looks)
     monkeypatch.setattr(Looks, "made", [])
     dry = SocketDrainCheck()
     with anyio.CancelScope() as scope:

@@ -15,7 +15,6 @@ import pytest
 from kvflow.backends import create_backend
 from kvflow.backends.mooncake.backend import MooncakeBackend
 from kvflow.backends.owner import OwnerThread, PollIntervals
-from kvflow.backends.threads import run_in_thread
 from kvflow.errors import BackendError, BackendUnavailable
 from tests.backends.endpoints import open_backend, open_bare
 from tests.support.waiting import until
@@ -85,30 +84,6 @@ async def test_a_transport_without_a_thread_is_not_available(name: str, shortage
     shortage.end()
     await open_bare(backend)
     await backend.aclose()
-
-
-def test_a_worker_thread_that_cannot_start_is_a_typed_error(shortage: Shortage) -> None:
-    """Uses a fresh event loop, which has no idle worker threads."""
-    called: list[int] = []
-
-    async def run() -> None:
-        shortage.begin()
-        with pytest.raises(BackendError, match="cannot start a thread"):
-            await run_in_thread(lambda: called.append(1))
-        shortage.end()
-        await run_in_thread(lambda: called.append(2))
-
-    anyio.run(run)
-    assert called == [2]
-
-
-@pytest.mark.anyio
-async def test_an_error_of_what_runs_in_a_worker_thread_stays_what_it_is() -> None:
-    def fail() -> None:
-        raise RuntimeError("can't start new thread")  # raised by the caller's own code
-
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        await run_in_thread(fail)
 
 
 def test_a_peer_is_not_connected_without_a_thread_and_can_be_later(shortage: Shortage) -> None:

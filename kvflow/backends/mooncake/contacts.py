@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from kvflow.backends.threads import run_in_thread
-from kvflow.errors import BackendError
+from kvflow.aio.worker_threads import run_in_thread
+from kvflow.errors import BackendError, ThreadShortage
 from kvflow.gate.shares import FairShares
 
 __all__ = ["ContactThreads"]
@@ -62,6 +62,8 @@ class ContactThreads:
         call = _Call(function, functools.partial(self._free, place, resource), on_abandoned)
         try:
             return await run_in_thread(call.run, limiter=self._limiter, abandon_on_cancel=True)
+        except ThreadShortage as error:
+            raise BackendError(error.message, **error.values) from error
         finally:
             call.leave()
 
