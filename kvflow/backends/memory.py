@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from kvflow.backends.base import Backend, Capabilities, NoticeArrived, OnBroken, OnEvents, PostEnded
 from kvflow.backends.delivery import EventDelivery
-from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.errors import BackendError
 from kvflow.geometry.layout import KVLayout
@@ -82,15 +81,11 @@ class MemoryBackend(Backend):
 
     @override
     def metadata(self) -> bytes:
-        if self._memory is None:
-            raise BackendError("no memory has been registered yet", backend=self.name)
-        return PeerMetadata(self.name, self._agent_name.encode(), self._memory).pack()
+        return PeerMetadata(self.name, self._agent_name.encode(), self._registered()).pack()
 
     @override
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
-        if self._memory is None:
-            raise BackendError("no memory has been registered yet", backend=self.name)
-        return host_view(self._memory, memory, self.real_address(memory.address))
+        return self._registered().view(memory, self.real_address(memory.address))
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
@@ -102,7 +97,7 @@ class MemoryBackend(Backend):
         target = ENDPOINTS.get(peer)
         if target is None:
             raise BackendError("peer is not in this process", peer=peer)
-        if not target.has_registered(theirs.memory):  # no later check looks at the destination
+        if target._memory is None or not target._memory.has(theirs.memory):  # nothing later looks at the destination
             raise BackendError("peer refers to memory that it has not registered", peer=peer)
         self._peers[peer] = theirs
 
@@ -137,15 +132,16 @@ class MemoryBackend(Backend):
         delivery.deliver_soon([PostEnded(write.post_id, "stopped by closing the endpoint") for write in stopped])
         delivery.close()
 
-    def has_registered(self, memory: RegisteredMemory) -> bool:
-        """Return whether all of some memory is registered here."""
-        return self._memory is not None and self._memory.has(memory)
-
     def deliver(self, notice: bytes) -> None:
         """Accept a notice from another endpoint. Can be called from any thread."""
         delivery = self._delivery
         if delivery is not None and len(delivery) < MAX_WAITING:
             delivery.deliver_soon([NoticeArrived(notice)])
+
+    def _registered(self) -> RegisteredMemory:
+        if self._memory is None:
+            raise BackendError("no memory has been registered yet", backend=self.name)
+        return self._memory
 
     def _schedule_turn(self) -> None:
         if not self._has_turn:
@@ -177,10 +173,7 @@ class MemoryBackend(Backend):
             left -= length
         if write.descriptors:
             self._writes.append(write)
-        else:
-            self._end_write(write, target, delivery)
-
-    def _end_write(self, write: "MemoryWrite", target: "MemoryBackend", delivery: EventDelivery) -> None:
+            return
         if write.notice:
             target.deliver(write.notice)
         delivery.deliver_soon([PostEnded(write.post_id, None)])

@@ -4,14 +4,17 @@ The libraries crash or write to the wrong place if given an unregistered range, 
 both sides. A damaged blob makes a peer's name unusable inside NIXL, so the metadata has a checksum.
 """
 
+import ctypes
 import functools
 import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Self
 
 import msgspec
 import numpy as np
+import numpy.ctypeslib  # numpy would load it at the first use, when no descriptor may be left
 from numpy.typing import NDArray
 
 from kvflow.errors import BackendError, RegistrationError
@@ -67,7 +70,8 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
 
     def also(self, ranges: tuple[MemoryRange, ...]) -> "RegisteredMemory":
         """Return this memory plus further ranges, which must not overlap it."""
-        return RegisteredMemory(tuple(sorted((*self.ranges, *ranges), key=_address)), self.memory_kind, self.device_id)
+        every = sorted((*self.ranges, *ranges), key=attrgetter("address"))
+        return RegisteredMemory(tuple(every), self.memory_kind, self.device_id)
 
     @functools.cached_property
     def by_kind(self) -> Mapping[MemoryKind, Sequence[tuple[MemoryRange, int]]]:
@@ -100,9 +104,28 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         is_inside = item.address <= memory.address < memory.end <= item.end
         return self.location_of(item) if is_inside else None
 
+    def view(self, memory: MemoryRange, real_address: int) -> NDArray[np.uint8]:
+        """Return registered host memory as an array, see `Backend.view`.
+
+        Args:
+            memory: The part to return.
+            real_address: Actual address of its first byte.
+
+        Raises:
+            BackendError: As there.
+        """
+        location = self.find(memory)
+        if location is None:
+            raise BackendError(
+                "memory range is not registered", side="local", address=hex(memory.address), length=memory.length
+            )
+        if location.memory_kind != "DRAM":
+            raise BackendError("only host memory can be read", memory_kind=location.memory_kind)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * memory.length).from_address(real_address))
+
     def _first_ending_after(self, address: int) -> int:
         """Return the index of the first range that ends after an address."""
-        return bisect_right(self.ranges, address, key=_end)
+        return bisect_right(self.ranges, address, key=attrgetter("end"))
 
     def kind_of(self, descriptors: Words) -> MemoryKind:
         """Return the memory kind of descriptors that have passed `check`.
@@ -204,20 +227,8 @@ class PeerMetadata(msgspec.Struct, frozen=True):
         return metadata
 
 
-def _address(item: MemoryRange) -> int:
-    return item.address
-
-
-def _end(item: MemoryRange) -> int:
-    return item.end
-
-
 def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], backend: str) -> None:
-    """Reject memory kinds that a backend cannot register.
-
-    Raises:
-        RegistrationError: There is such a kind; the error names one.
-    """
+    """Raise RegistrationError, with one of them, if there are memory kinds that a backend cannot register."""
     unknown = {location.memory_kind for location in layout.registered_locations} - set(memory_kinds)
     if unknown:
         raise RegistrationError(
@@ -226,10 +237,6 @@ def check_memory_kinds(layout: KVLayout, memory_kinds: Collection[MemoryKind], b
 
 
 def check_unregistered(memory: RegisteredMemory | None, backend: str) -> None:
-    """Reject a second registration, which peers would never learn about.
-
-    Raises:
-        RegistrationError: Memory is already registered.
-    """
+    """Raise RegistrationError at a second registration, which peers would never learn about."""
     if memory is not None:
         raise RegistrationError("memory is already registered", backend=backend)

@@ -14,7 +14,6 @@ from typing_extensions import override
 from kvflow.aio.thread_waker import ThreadWaker
 from kvflow.backends.base import Backend, OnBroken, OnEvents
 from kvflow.backends.delivery import EventDelivery
-from kvflow.backends.host import host_view
 from kvflow.backends.metadata import PeerMetadata, RegisteredMemory, check_memory_kinds, check_unregistered
 from kvflow.backends.owner_thread import OwnerThread, Polled, PollIntervals
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
@@ -172,7 +171,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     @override
     def view(self, memory: MemoryRange) -> NDArray[np.uint8]:
-        return host_view(self._registered(), memory, memory.address)
+        return self._registered().view(memory, memory.address)
 
     @override
     async def connect(self, peer: str, metadata: bytes) -> None:
