@@ -26,12 +26,12 @@ __all__ = [
     "check_threads",
     "describe_shortage",
     "descriptors",
+    "error_text",
     "find_shortage",
     "limit_of",
     "pinning_facts",
     "report_accept_shortages",
     "shared_memory_facts",
-    "with_shortage",
 ]
 
 RESERVED: Final = 12
@@ -45,14 +45,7 @@ SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EN
 
 
 def check_shortage(number: int | None) -> None:
-    """Check that an error of the system does not mean that it has refused a resource.
-
-    Args:
-        number: The error number; None if there is none.
-
-    Raises:
-        Shortage: It does.
-    """
+    """Raise a Shortage if the number of an error means that the system has refused a resource."""
     if number is not None and number in SHORTAGES:
         raise Shortage("this process is short of a resource", detail=describe_shortage(number))
 
@@ -66,9 +59,9 @@ def find_shortage() -> str:
     return ""
 
 
-def with_shortage(text: str) -> str:
-    """Add to the error text of a library that this process has no descriptors left, if so."""
-    found = find_shortage()
+def error_text(error: Exception) -> str:
+    """Return the type and text of a library's exception, and that this process has no descriptors left, if so."""
+    text, found = f"{type(error).__name__}: {error}", find_shortage()
     return f"{text}; {found}" if found else text
 
 
@@ -105,11 +98,7 @@ def shared_memory_facts() -> dict[str, object]:
 
 
 def check_threads(number: int) -> None:
-    """Check that this process may start some threads, by starting and ending them.
-
-    Raises:
-        ThreadShortage: It may not.
-    """
+    """Start and end some threads; raise a ThreadShortage if this process may not."""
     is_checked = threading.Event()
     threads = [threading.Thread(target=is_checked.wait, daemon=True) for _ in range(number)]
     started = []
@@ -167,20 +156,12 @@ class Reserve:
         os.register_at_fork(after_in_child=self._forget)
 
     def fill(self) -> None:
-        """Keep as many as this object should.
-
-        Raises:
-            Shortage: There are not enough.
-        """
+        """Keep as many as this object should, or raise a Shortage."""
         with self._lock:
             self._fill(self._size)
 
     def draw(self, number: int) -> None:
-        """Make a number of descriptors available to libraries, if necessary from those kept.
-
-        Raises:
-            Shortage: There are not enough.
-        """
+        """Make a number of descriptors available to libraries, if necessary from those kept, or raise a Shortage."""
         with self._lock:
             self._fill(number)
             for _ in range(number):

@@ -20,7 +20,7 @@ from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
-from kvflow.resources import with_shortage
+from kvflow.resources import error_text
 
 __all__ = ["ConnectedPeer", "NativeAgent", "OwnerBackend", "OwnerThread", "PollIntervals", "Polled"]
 
@@ -85,27 +85,15 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
 
     @abc.abstractmethod
     def _create_agent(self, agent_name: str, delivery: EventDelivery) -> AnyAgent:
-        """Load the library and start an agent. Called on the owner thread.
-
-        Raises:
-            BackendUnavailable: The library is missing or broken; the message says what to install.
-        """
+        """Load the library and start an agent, or raise BackendUnavailable. Called on the owner thread."""
 
     @abc.abstractmethod
     async def _connect(self, peer: str, theirs: PeerMetadata, principal: str) -> AnyPeer:
-        """Prepare for writes to a peer that is not connected, as in `Backend.connect_authenticated`.
-
-        Raises:
-            BackendError: The peer cannot be reached, or its metadata is invalid.
-        """
+        """Prepare for writes to a peer that is not connected, as in `Backend.connect_authenticated`."""
 
     @abc.abstractmethod
     def _post(self, post_id: int, peer: AnyPeer, descriptors: Descriptors, notice: bytes) -> None:
-        """Submit a write to the owner thread. Its ranges have been checked.
-
-        Raises:
-            BackendError: Nothing was posted.
-        """
+        """Submit a write, whose ranges have been checked, to the owner thread. If this raises, nothing was posted."""
 
     @override
     async def open(self, agent_name: str, on_events: OnEvents, on_broken: OnBroken) -> None:
@@ -141,7 +129,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
                 await owner.stop()
             if isinstance(error, Exception) and not isinstance(error, BackendError):
                 raise BackendUnavailable(
-                    "transport could not be started", backend=self.name, detail=_text(error)
+                    "transport could not be started", backend=self.name, detail=error_text(error)
                 ) from error
             raise
 
@@ -214,7 +202,7 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
                 await owner.call(functools.partial(agent.close, self._close_timeout_s))
             except Exception as error:
                 raise BackendError(
-                    "transport was not closed properly", backend=self.name, detail=_text(error)
+                    "transport was not closed properly", backend=self.name, detail=error_text(error)
                 ) from error
             finally:
                 await owner.stop()
@@ -222,14 +210,11 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
                 self._delivery.close()
 
     async def _call(self, function: Callable[[AnyAgent], Result], failure: type[BackendError] = BackendError) -> Result:
-        """Call a function with the agent on the owner thread.
-
-        Args:
-            function: Its result is returned, and its `BackendError` is raised.
-            failure: Raised in place of any other exception.
+        """Call a function with the agent on the owner thread, and return its result.
 
         Raises:
-            BackendError: The backend is not open in this process, or the call failed.
+            BackendError: The backend is not open in this process, or the function has raised this.
+            failure: The function has raised anything else.
         """
         owner, agent = self._running()
         try:
@@ -237,43 +222,26 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
         except BackendError:
             raise
         except Exception as error:
-            raise failure("transport library failed", backend=self.name, detail=_text(error)) from error
+            raise failure("transport library failed", backend=self.name, detail=error_text(error)) from error
 
     def _running(self) -> tuple[OwnerThread, AnyAgent]:
-        """Return the owner thread and the agent.
-
-        Raises:
-            BackendError: The backend is not open in this process.
-        """
+        """Return the owner thread and the agent; raise BackendError if the backend is not open in this process."""
         if self._owner is None or self._agent is None:
             raise BackendError("backend is not open", backend=self.name)
         self._owner.check()
         return self._owner, self._agent
 
     def _registered(self) -> RegisteredMemory:
-        """Return the registered memory.
-
-        Raises:
-            BackendError: No memory is registered.
-        """
         if self._memory is None:
             raise BackendError("no memory has been registered yet", backend=self.name)
         return self._memory
 
     def _both_sides(self, peer: str) -> tuple[RegisteredMemory, AnyPeer]:
-        """Return the memory registered here, and a connected peer.
-
-        Raises:
-            BackendError: The peer is not connected.
-        """
+        """Return the memory registered here, and a connected peer; raise BackendError if it is not connected."""
         if self._memory is None or peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
         return self._memory, self._peers[peer]
 
     def _break_down(self, error: Exception) -> None:
         """Report an error from the owner thread."""
-        self._delivery.fail(BackendError("transport library has failed", backend=self.name, detail=_text(error)))
-
-
-def _text(error: Exception) -> str:
-    return with_shortage(f"{type(error).__name__}: {error}")
+        self._delivery.fail(BackendError("transport library has failed", backend=self.name, detail=error_text(error)))

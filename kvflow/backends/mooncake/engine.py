@@ -21,7 +21,7 @@ from kvflow.backends.mooncake.address import INCARNATION_BYTES, EndpointAddress,
 from kvflow.backends.mooncake.library import EngineSettings, Library
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryRange
-from kvflow.resources import pinning_facts
+from kvflow.resources import error_text, pinning_facts
 
 __all__ = ["MooncakeEngine", "WritingEngine", "start_native"]
 
@@ -191,7 +191,7 @@ class MooncakeEngine(WritingEngine):
         try:
             code = self._native.batch_register_memory(addresses, lengths)
         except Exception as error:
-            raise RegistrationError("Mooncake did not accept the memory ranges", detail=_text(error)) from error
+            raise RegistrationError("Mooncake did not accept the memory ranges", detail=error_text(error)) from error
         if code != 0:
             raise RegistrationError(
                 "Mooncake refused to register memory",
@@ -268,11 +268,7 @@ class MooncakeEngine(WritingEngine):
 
 
 def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
-    """Start a native engine. It picks random ports and fails if one is taken, so retry.
-
-    Raises:
-        BackendUnavailable: It could not be started.
-    """
+    """Start a native engine, or raise BackendUnavailable. It picks random ports and fails if one is taken, so retry."""
     code: object = None
     for _ in range(START_ATTEMPTS):
         try:
@@ -280,7 +276,7 @@ def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
             code = native.initialize(name, settings.metadata_server, settings.protocol, ",".join(settings.devices))
         except Exception as error:
             raise BackendUnavailable(
-                "Mooncake failed to start an engine", detail=_text(error), **vars(settings)
+                "Mooncake failed to start an engine", detail=error_text(error), **vars(settings)
             ) from error
         if code == 0:
             return native
@@ -289,15 +285,7 @@ def start_native(library: Library, name: str, settings: EngineSettings) -> Any:
 
 
 def _require_rdma(native: Any, settings: EngineSettings) -> None:
-    """Check that there is an RDMA device; without one, the library would silently use TCP.
-
-    Raises:
-        BackendUnavailable: There is none.
-    """
+    """Raise BackendUnavailable if there is no RDMA device: the library would silently use TCP."""
     topology = json.loads(native.get_local_topology())
     if not any(devices for places in topology.values() for devices in places):
         raise BackendUnavailable("Mooncake found no RDMA device; use protocol tcp", devices=settings.devices)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from kvflow.backends.delivery import EventDelivery
 from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.endpoints import CLOSE_POLL_S, NativeEndpoints
-from kvflow.backends.nixl.library import error_text, load
+from kvflow.backends.nixl.library import load
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.notices import pack_notices, unpack_notices
 from kvflow.backends.nixl.paths import paths_besides_tcp
@@ -23,6 +23,7 @@ from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
 from kvflow.observe.logs import get_logger
+from kvflow.resources import error_text
 
 __all__ = ["NixlAgent"]
 

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from kvflow.backends.library_sockets import CHECK_S, Address
-from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.outgoing import ANSWER_S, InUse, OutgoingSockets, StaleConnections
 from kvflow.backends.nixl.posts import NativeEndpoint, PreparedLists
 from kvflow.backends.nixl.writes import NativeWrites
 from kvflow.errors import BackendError
 from kvflow.observe.logs import get_logger
+from kvflow.resources import error_text
 
 __all__ = ["CLOSE_POLL_S", "NativeEndpoints"]
 

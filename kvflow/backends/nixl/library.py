@@ -1,4 +1,4 @@
-"""Imports NIXL, sets the environment variables it reads, and formats its exceptions."""
+"""Imports NIXL, and sets the environment variables it reads."""
 
 import importlib
 import os
@@ -8,9 +8,8 @@ from types import ModuleType
 from typing import Final
 
 from kvflow.errors import BackendUnavailable
-from kvflow.resources import with_shortage
 
-__all__ = ["ENGINE_CONFIG", "default_environment", "error_text", "load"]
+__all__ = ["ENGINE_CONFIG", "default_environment", "load"]
 
 DISTRIBUTIONS: Final = ("nixl_cu12", "nixl_cu13")
 """Import names in order of preference. The umbrella package `nixl` imports torch to choose between them."""
@@ -38,11 +37,7 @@ ENGINE_CONFIG: Final = "CMA_ERROR_HANDLING=y"
 
 
 def default_environment(efa_driver: Path = EFA_DRIVER) -> dict[str, str]:
-    """Return the variables that NIXL needs on this host.
-
-    Args:
-        efa_driver: Directory in which the kernel lists EFA devices.
-    """
+    """Return the variables that NIXL needs on this host."""
     has_efa = any(efa_driver.glob("*:*:*"))
     return QUIET if has_efa else QUIET | WITHOUT_EFA
 
@@ -69,8 +64,3 @@ def load(environment: Mapping[str, str] | None = None) -> ModuleType:
     raise BackendUnavailable(
         "NIXL is not installed or does not load; install kvflow[nixl-cu12] or kvflow[nixl-cu13]", **failures
     )
-
-
-def error_text(error: Exception) -> str:
-    """Return the type and text of an exception; the text of a NIXL exception is only the name of a status."""
-    return with_shortage(f"{type(error).__name__}: {error}")

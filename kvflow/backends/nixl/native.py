@@ -7,11 +7,10 @@ from typing import Any, Final
 
 from kvflow.backends.library_sockets import find_epolls
 from kvflow.backends.metadata import RegisteredMemory
-from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.outgoing import OutgoingSockets
 from kvflow.errors import BackendError, BackendUnavailable, RegistrationError
 from kvflow.geometry.memory import MemoryKind
-from kvflow.resources import pinning_facts, shared_memory_facts
+from kvflow.resources import error_text, pinning_facts, shared_memory_facts
 
 __all__ = ["MAX_AGENTS", "NativeAgents"]
 
@@ -150,11 +149,6 @@ class NativeAgents:
 
 
 def _register(agent: Any, rows: list[Row], kind: MemoryKind) -> Any:
-    """Register memory, and return NIXL's handle.
-
-    Raises:
-        RegistrationError: NIXL refused.
-    """
     try:
         registered = agent.register_memory(rows, kind)
     except Exception as error:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflow.backends.base import BackendEvent, PostEnded, PostInDoubt
-from kvflow.backends.nixl.library import error_text
 from kvflow.backends.nixl.posts import NativeEndpoint, Write
+from kvflow.resources import error_text
 
 __all__ = ["NativeWrite", "NativeWrites"]
 
