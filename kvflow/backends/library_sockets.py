@@ -16,7 +16,7 @@ import re
 import socket
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -29,7 +29,6 @@ __all__ = [
     "Address",
     "Carried",
     "LibrarySockets",
-    "SilentConnection",
     "find_epolls",
     "opened",
     "remote_end",
@@ -74,18 +73,6 @@ ABORT: Final = struct.pack("ii", 1, 0)
 """SO_LINGER: drop what is unsent when the socket is closed."""
 
 
-class SilentConnection(NamedTuple):
-    """A connection that was closed because its other end acknowledged nothing.
-
-    Attributes:
-        address: Remote address, like "10.0.0.1:4000".
-        silent_s: Seconds since the last acknowledgement.
-    """
-
-    address: str
-    silent_s: float
-
-
 class Carried(NamedTuple):
     """What a connection has carried to its other end.
 
@@ -108,10 +95,8 @@ class Carried(NamedTuple):
 class LibrarySockets:
     """The TCP connections that a library's epoll instances watch. Used on one thread.
 
-    Args:
-        epolls: From `find_epolls`; not owned. If empty, no connection is found.
-
     Attributes:
+        epolls: From `find_epolls`; not owned. If empty, no connection is found.
         ports: Ports on which connections from peers were accepted.
         hosts: Remote hosts of all connections so far, in network byte order.
         is_sending: Whether data was unacknowledged when `close_silent` last looked.
@@ -123,7 +108,7 @@ class LibrarySockets:
         self.hosts: set[bytes] = set()
         self.is_sending = False
         self.carried: list[Carried] | None = None
-        self._epolls = tuple(epolls)
+        self.epolls = tuple(epolls)
         self._prepared: set[int] = set()
 
     def watched(self) -> dict[int, int]:
@@ -139,9 +124,9 @@ class LibrarySockets:
         Raises:
             OSError: They cannot be listed now.
         """
-        if not self._epolls:
+        if not self.epolls:
             raise OSError(errno.ENOTSUP, "the sockets of the library are not known")
-        texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self._epolls]
+        texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self.epolls]
         return {int(inode, 16): int(fd) for text in texts for fd, inode in WATCHED.findall(text)}
 
     def local_ends(self, inodes: Iterable[int]) -> tuple[bytes, ...]:
@@ -154,8 +139,12 @@ class LibrarySockets:
                     ends.append(_packed(found.family, found.getsockname()))
         return tuple(ends)
 
-    def close_silent(self) -> list[SilentConnection]:
-        """Turn on keepalive for new connections, and close those whose other end acknowledges nothing."""
+    def close_silent(self) -> list[tuple[str, float]]:
+        """Turn on keepalive for new connections, and close those whose other end acknowledges nothing.
+
+        Returns:
+            The remote address of each that was closed, like "10.0.0.1:4000", and seconds since its last acknowledgement.
+        """
         if not hasattr(socket, "TCP_INFO"):
             return []
         watched = self.watched()
@@ -178,7 +167,7 @@ class LibrarySockets:
                 self.is_sending = True
                 is_silent = retransmits >= MIN_RETRANSMITS and silent_ms >= SILENT_S * 1e3
                 if is_silent and end is not None:
-                    closed.append(SilentConnection(carried[-1].address, silent_ms / 1e3))
+                    closed.append((carried[-1].address, silent_ms / 1e3))
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
                     shut_down(found)
         self.carried = carried if watched else None
@@ -208,11 +197,8 @@ class LibrarySockets:
             with opened(fd, inode) as found:
                 if found is None or found.family not in INTERNET:
                     continue
-                try:
-                    is_meant = not wanted or _packed(found.family, found.getpeername())[:-2] == wanted
-                except OSError:  # not connected
-                    continue
-                if is_meant:
+                end = remote_end(found)
+                if end is not None and wanted in (b"", end[0]):
                     yield found
 
     def _prepare(self, found: socket.socket) -> bool:
@@ -240,7 +226,7 @@ def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
         return make(), ()
     before = _epolls()
     made = make()
-    new = _epolls().keys() - before.keys()
+    new = _epolls() - before
     return made, tuple(os.dup(fd) for fd in sorted(new) if not _watched_by(fd) & new)
 
 
@@ -304,12 +290,12 @@ def _packed(family: int, address: tuple[str, int]) -> bytes:
     return host + address[1].to_bytes(2, "big")
 
 
-def _epolls() -> Mapping[int, None]:
-    found: dict[int, None] = {}
+def _epolls() -> set[int]:
+    found = set()
     for entry in DESCRIPTORS.iterdir():
         try:
             if str(entry.readlink()) == EPOLL:
-                found[int(entry.name)] = None
+                found.add(int(entry.name))
         except OSError:  # closed in the meantime
             continue
     return found

@@ -26,3 +26,10 @@ def test_ends_are_those_of_established_connections_with_one_host() -> None:
             found.abort_to("127.0.0.1")
             assert end(opened.getsockname()) not in found.ends_at("127.0.0.1"), "it was aborted"
             assert found.ends_at("127.0.0.2") == (end(elsewhere.getsockname()),)
+
+
+def test_a_listener_is_not_shut_down_with_the_connections_to_a_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as epoll:
+        epoll.register(listener.fileno())
+        LibrarySockets((epoll.fileno(),)).abort_to("a-name")
+        socket.create_connection(listener.getsockname()).close()

@@ -283,7 +283,7 @@ async def test_the_agent_is_gone_before_what_it_stopped_is_told(
             await source.take_ends(2)
         agent: Any = source.backend
         agent = agent._agent
-        native, told = weakref.ref(agent._agents.first), []
+        native, told = weakref.ref(next(iter(agent._agents))), []
         monkeypatch.setattr(agent, "_emit", lambda events: told.append((len(events), native() is None)))
         await source.backend.aclose()
         assert told == [(2 if is_stuck else 0, True)]
@@ -333,7 +333,7 @@ async def test_a_malformed_payload_is_handed_on_whole_and_loses_no_other(payload
     async with open_endpoints("nixl", NUM_SLOTS * SLOT) as (source, target):
         backend: Any = source.backend
         post_slots(source, target, [0])
-        backend._owner.submit(lambda: backend._agent._agents.first.send_notif(target.name, payload))
+        backend._owner.submit(lambda: next(iter(backend._agent._agents)).send_notif(target.name, payload))
         with held_up(source):
             post_slots(source, target, [1, 2])
         await target.take_notices(4)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.backends.nixl.notices import MAX_NOTICES, pack_notices, unpack_notices
-from kvflow.backends.nixl.posts import MAX_JOINED
+from kvflow.backends.nixl.posts import MAX_JOINED, MAX_NOTICES, pack_notices, unpack_notices
 from kvflow.errors import RemoteProtocolError
 
 NOTICES = st.lists(st.binary(min_size=1, max_size=40) | st.just(bytes(70_000)), max_size=6)

@@ -14,9 +14,8 @@ from kvflow.backends.metadata import RegisteredMemory
 from kvflow.backends.nixl.endpoints import CLOSE_POLL_S, NativeEndpoints
 from kvflow.backends.nixl.library import load
 from kvflow.backends.nixl.native import NativeAgents
-from kvflow.backends.nixl.notices import pack_notices, unpack_notices
 from kvflow.backends.nixl.paths import paths_besides_tcp
-from kvflow.backends.nixl.posts import NativeEndpoint, PostQueue, Write, joined
+from kvflow.backends.nixl.posts import NativeEndpoint, PostQueue, Write, joined, pack_notices, unpack_notices
 from kvflow.backends.nixl.writes import NativeWrites
 from kvflow.errors import RemoteProtocolError
 from kvflow.geometry.blocks import Blocks
@@ -40,6 +39,9 @@ class NixlAgent:
         plugin_options: Its parameters.
         environment: As in `library.load`.
         delivery: Receives the events.
+
+    Attributes:
+        epolls: Epoll descriptors of the agent that peers write to, as returned by `find_epolls`.
 
     Raises:
         BackendUnavailable: The library is missing, or its plugin does not start.
@@ -65,13 +67,9 @@ class NixlAgent:
         self._writes = NativeWrites(self._emit, self._clean_up, disconnected, has_fences=has_fences)
         self._is_watching = False
         self._agents = NativeAgents(api, name, plugin, plugin_options)
+        self.epolls = self._agents.epolls
         other_paths = " or ".join(paths_besides_tcp(plugin))
         self._endpoints = NativeEndpoints(name, self._agents, self._writes, self._clean_up, other_paths)
-
-    @property
-    def epolls(self) -> tuple[int, ...]:
-        """Epoll descriptors of the agent that peers write to, as returned by `find_epolls`."""
-        return self._agents.epolls
 
     @property
     def unclosed(self) -> frozenset[str]:
@@ -79,11 +77,7 @@ class NixlAgent:
         return self._endpoints.unclosed
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and return the metadata of the agent.
-
-        Raises:
-            RegistrationError: NIXL rejected the memory.
-        """
+        """Register memory, and return the metadata of the agent; raise RegistrationError if NIXL rejects the memory."""
         blob = self._agents.register(memory)
         self._endpoints.blobs.add(blob)
         return blob
@@ -149,7 +143,7 @@ class NixlAgent:
         payload: bytes,
     ) -> Any:
         if isinstance(moves, Blocks):
-            src, dst = connection.lists.prepare(connection.agent, moves.lists, kinds, self._clean_up)
+            src, dst = connection.prepare(moves.lists, kinds, self._clean_up)
             return connection.agent.make_prepped_xfer("WRITE", src, moves.src, dst, moves.dst, payload)
         make = connection.agent.get_xfer_descs
         src, dst = make(moves.src, kinds[0]), make(moves.dst, kinds[1])

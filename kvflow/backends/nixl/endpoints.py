@@ -22,7 +22,7 @@ from typing import Any, Final
 from kvflow.backends.library_sockets import CHECK_S, Address
 from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.outgoing import ANSWER_S, InUse, OutgoingSockets, StaleConnections
-from kvflow.backends.nixl.posts import NativeEndpoint, PreparedLists
+from kvflow.backends.nixl.posts import NativeEndpoint
 from kvflow.backends.nixl.writes import NativeWrites
 from kvflow.errors import BackendError
 from kvflow.observe.logs import get_logger
@@ -83,17 +83,7 @@ class NativeEndpoints:
         return self._connections.get(peer)
 
     def connect(self, peer: str, blob: bytes, poll: Callable[[], object]) -> None:
-        """Open an endpoint to a peer, unless it has a sound one without posts in flight.
-
-        Args:
-            peer: Its name.
-            blob: Its metadata.
-            poll: Lets the library make progress, so that posts over a failed endpoint end.
-
-        Raises:
-            BackendError: NIXL rejected the blob, the blob belongs to another peer, or too many former endpoints to the
-                peer still have unended posts.
-        """
+        """Do as `NixlAgent.connect`. To `poll` lets the library make progress: posts over a failed endpoint end."""
         self._disconnecting.pop(peer, None)
         self._kept.pop(peer, None)
         connection = self._connections.get(peer)
@@ -110,7 +100,7 @@ class NativeEndpoints:
         self._add(agent, peer, blob)
 
     def disconnect(self, peer: str) -> None:
-        """Disconnect a peer once its last post has ended. If removed earlier, the post would continue unobserved."""
+        """Do as `NixlAgent.disconnect`."""
         self._disconnecting[peer] = None
         self._finish_disconnecting()
 
@@ -147,11 +137,7 @@ class NativeEndpoints:
         return self._agents.outgoing(connection.agent).local_ends(connection.opened)
 
     def _agent_for(self, peer: str) -> Any:
-        """Return a NIXL agent that has no posts in flight to a peer.
-
-        Raises:
-            BackendError: There are too many agents, or a new one could not be started.
-        """
+        """Return a NIXL agent that has no posts in flight to a peer; raises as `NativeAgents.other_than`."""
         num_agents = len(self._agents)
         agent = self._agents.other_than(
             [it.agent for it in self._endpoints() if it.peer == peer and self._writes.is_used(it)]
@@ -164,11 +150,9 @@ class NativeEndpoints:
         return [*self._connections.values(), *self._former]
 
     def check_self(self, peer: str, blob: bytes) -> None:
-        """Reject a peer with the name or metadata of an own agent, unless it is the agent that peers write to.
+        """Raise BackendError for a peer with the name of an own agent, or of a future one, or the metadata of one.
 
-        Raises:
-            BackendError: The peer has the name of an own agent (or one that a future agent could get) or the metadata
-                of one, and is not the agent that peers write to, with both its name and its metadata.
+        Only the agent that peers write to is accepted, with both its name and its metadata.
         """
         is_first = peer == self._name and blob in self.blobs
         if not is_first and (peer == self._name or peer.startswith(f"{self._name}#") or blob in self.blobs):
@@ -176,7 +160,7 @@ class NativeEndpoints:
 
     def _add(self, agent: Any, peer: str, blob: bytes) -> None:
         if peer == agent.name:  # the agent itself, which need not be added
-            self._connections[peer] = NativeEndpoint(peer, agent, blob, PreparedLists(peer))
+            self._connections[peer] = NativeEndpoint(peer, agent, blob)
             return
         _check_name(peer, blob)
         sockets = self._agents.outgoing(agent)
@@ -184,23 +168,21 @@ class NativeEndpoints:
             self._clean_up(agent.get_new_notifs)  # lets UCX close it
         before = sockets.now()
         try:
-            name = _decoded(agent.add_remote_agent(blob))
+            added = agent.add_remote_agent(blob)
         except Exception as error:
             self._undo_adding(agent, peer, before)
             raise BackendError("NIXL refused the peer's metadata", peer=peer, detail=error_text(error)) from error
+        name = added.decode() if isinstance(added, bytes) else added
         if name != peer:
             self._undo_adding(agent, name, before)
             raise BackendError("peer's metadata belongs to another agent", peer=peer, agent=name)
         opened = _without(sockets.now(), before)
-        self._connections[peer] = NativeEndpoint(peer, agent, blob, PreparedLists(peer), opened, time.monotonic())
+        self._connections[peer] = NativeEndpoint(peer, agent, blob, opened, time.monotonic())
 
     def _undo_adding(self, agent: Any, name: str, before: Mapping[int, Address]) -> None:
-        """Remove an agent that NIXL has added wrongly or in part, and shut down the connections opened for it.
+        """Remove an agent that NIXL has added wrongly or in part, and shut down the connections opened since `before`.
 
-        Args:
-            agent: The NIXL agent.
-            name: The name under which NIXL may have added the other agent.
-            before: Connections that existed before the call.
+        The other agent may have been added under `name`.
         """
         if not any(it.peer == name and it.agent is agent for it in self._endpoints()):
             self._clean_up(agent.remove_remote_agent, name)
@@ -237,7 +219,7 @@ class NativeEndpoints:
         return True
 
     def _remove(self, connection: NativeEndpoint) -> None:
-        connection.lists.drop(connection.agent, self._clean_up)
+        connection.drop_lists(self._clean_up)
         if connection.peer == connection.agent.name:
             return
         self._clean_up(connection.agent.remove_remote_agent, connection.peer)
@@ -281,17 +263,10 @@ class NativeEndpoints:
             self._former = [connection for connection in self._former if not self._try_to_remove(connection)]
 
 
-def _decoded(name: bytes | str) -> str:
-    return name.decode() if isinstance(name, bytes) else name
-
-
 def _check_name(peer: str, blob: bytes) -> None:
-    """Reject a blob that carries the name of another agent, before the library reads it.
+    """Raise BackendError for a blob that carries the name of another agent, before the library reads it.
 
     A truncated blob would make its name unusable in the library, even for the agent that owns the name.
-
-    Raises:
-        BackendError: The blob names another agent.
     """
     start = len(NAME_AT) + 8
     if blob[: len(NAME_AT)] != NAME_AT:  # written by another version of the library, which checks the name itself

@@ -39,46 +39,35 @@ class NativeAgents:
         self._start = functools.partial(_start, api, plugin=plugin, plugin_options=plugin_options)
         self._rows: dict[MemoryKind, list[Row]] = {}
         self._registered: list[tuple[Any, Any]] = []
-        self._agents: list[Any] = []
-        self._epolls: list[tuple[int, ...]] = []
-        self._outgoing: list[OutgoingSockets] = []
+        self._agents: list[tuple[Any, OutgoingSockets]] = []
         self._add(name)
 
     def __len__(self) -> int:
         return len(self._agents)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._agents)
-
-    @property
-    def first(self) -> Any:
-        """The agent that peers write to."""
-        return self._agents[0]
+        return (agent for agent, _ in self._agents)
 
     @property
     def epolls(self) -> tuple[int, ...]:
         """Epoll descriptors of the first agent, as returned by `find_epolls`."""
-        return self._epolls[0]
+        return self._agents[0][1].epolls
 
     def outgoing(self, agent: Any) -> OutgoingSockets:
         """Return the connections opened by one of the agents."""
-        return self._outgoing[next(place for place, it in enumerate(self._agents) if it is agent)]
+        return next(sockets for it, sockets in self._agents if it is agent)
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory with every agent, and return the metadata that peers need.
-
-        Raises:
-            RegistrationError: NIXL rejected the memory.
-        """
+        """Register memory with every agent, and return the metadata that peers need; raise RegistrationError if not."""
         rows = {
             kind: [(item.address, item.length, device, "") for item, device in items]
             for kind, items in memory.by_kind.items()
         }
-        for agent in self._agents:
+        for agent in self:
             self._register_with(agent, rows)
         for kind, added in rows.items():
             self._rows.setdefault(kind, []).extend(added)
-        return bytes(self.first.get_agent_metadata())
+        return bytes(self._agents[0][0].get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
         """Return an agent that is not in `taken`, starting one if necessary.
@@ -86,18 +75,12 @@ class NativeAgents:
         Raises:
             BackendError: There are too many agents, or a new one could not be started.
         """
-        for agent in self._agents:
+        for agent in self:
             if not any(agent is other for other in taken):
                 return agent
         if len(self._agents) >= MAX_AGENTS:
             raise BackendError("writes over previous endpoints of this peer have not ended", endpoints=len(taken))
-        agent = self._add(f"{self._name}#{len(self._agents) + 1}")
-        try:
-            self._register_with(agent, self._rows)
-        except BaseException:
-            self._drop_last()
-            raise
-        return agent
+        return self._add(f"{self._name}#{len(self._agents) + 1}")
 
     def progress(self) -> list[tuple[str, bytes]]:
         """Let the library make progress, and return the notices that have arrived, each with the agent name it carries.
@@ -106,21 +89,15 @@ class NativeAgents:
         """
         return [
             (name, payload)
-            for agent in self._agents
+            for agent in self
             for name, received in agent.get_new_notifs().items()
             for payload in received
         ]
 
     def close(self, clean_up: Callable[..., object]) -> None:
-        """Deregister the memory and drop the agents, which destroys those without other references.
-
-        Args:
-            clean_up: Runs the calls.
-        """
-        for fd in (fd for epolls in self._epolls for fd in epolls):
+        """Deregister the memory and drop the agents, which destroys those without other references."""
+        for fd in [fd for _, sockets in self._agents for fd in sockets.epolls]:
             os.close(fd)
-        self._epolls = [()]
-        self._outgoing.clear()
         for agent, registered in self._registered:
             clean_up(agent.deregister_memory, registered)
         self._registered.clear()
@@ -128,17 +105,14 @@ class NativeAgents:
 
     def _add(self, name: str) -> Any:
         agent, epolls = find_epolls(lambda: self._start(name))
-        self._agents.append(agent)
-        self._epolls.append(epolls)
-        self._outgoing.append(OutgoingSockets(epolls))
+        try:
+            self._register_with(agent, self._rows)
+        except BaseException:
+            for fd in epolls:
+                os.close(fd)
+            raise
+        self._agents.append((agent, OutgoingSockets(epolls)))
         return agent
-
-    def _drop_last(self) -> None:
-        """Drop the agent that was started last, because its memory could not be registered."""
-        self._agents.pop()
-        self._outgoing.pop()
-        for fd in self._epolls.pop():
-            os.close(fd)
 
     def _register_with(self, agent: Any, rows_by_kind: Mapping[MemoryKind, list[Row]]) -> None:
         for kind, rows in rows_by_kind.items():

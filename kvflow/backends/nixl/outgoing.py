@@ -49,7 +49,7 @@ class OutgoingSockets(LibrarySockets):
 
     def __init__(self, epolls: Collection[int]) -> None:
         super().__init__(epolls)
-        self._own_ports = _own_ports() if self._epolls else frozenset[int]()
+        self._own_ports = _own_ports() if self.epolls else frozenset[int]()
         self._known: dict[int, Address | None] = {}
 
     def now(self) -> dict[int, Address]:

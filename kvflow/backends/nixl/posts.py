@@ -1,4 +1,4 @@
-"""Connections of a NIXL agent, and the writes that are waiting or running on them.
+"""Connections of a NIXL agent, the writes that are waiting for them, and the notices that travel with these.
 
 A native write costs several calls, each of which takes the GIL, however small the write is. Small writes to one peer
 that were queued while the owner thread was busy are therefore joined: they start, end and fail as one.
@@ -6,18 +6,19 @@ that were queued while the owner thread was busy are therefore joined: they star
 
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from kvflow.backends.observed_path import ObservedPath
+from kvflow.errors import RemoteProtocolError
 from kvflow.geometry.blocks import BlockLists, Blocks
 from kvflow.geometry.memory import MemoryKind
 from kvflow.geometry.plan import Descriptors
 
-__all__ = ["NativeEndpoint", "PostQueue", "PreparedLists", "Write", "joined"]
+__all__ = ["MAX_NOTICES", "NativeEndpoint", "PostQueue", "Write", "joined", "pack_notices", "unpack_notices"]
 
 MAX_JOINED: Final = 16
 """Maximum number of writes joined into one."""
@@ -27,6 +28,10 @@ MAX_JOINED_BYTES: Final = 16 * 2**20
 
 MAX_SMALL_BYTES: Final = 4 * 2**20
 """Larger writes are not joined: their calls are cheap compared with their bytes, and they would delay the others."""
+
+LENGTH_BYTES: Final = 4
+MAX_NOTICES: Final = 64
+"""Maximum number of notices in a payload, more than are ever joined. Limits the memory a hostile payload can take."""
 
 MY_LISTS: Final = "NIXL_INIT_AGENT"
 """NIXL's name for lists of the agent's own memory."""
@@ -99,57 +104,37 @@ def joined(writes: Sequence[Write]) -> Descriptors | Blocks:
     return Descriptors(src, dst)
 
 
-class PreparedLists:
-    """The block lists of the last post over a connection, prepared by NIXL. Used on the owner thread.
+def pack_notices(notices: Iterable[bytes]) -> bytes:
+    """Encode up to `MAX_NOTICES` notices in order, each after its length. Empty ones stand for none and are skipped."""
+    return b"".join(len(notice).to_bytes(LENGTH_BYTES, "little") + notice for notice in notices if notice)
 
-    Preparing a list takes microseconds, however long its runs are, and the library merges neighbouring positions. The
-    handles end with the endpoint; a write made with them does not need them any more. The NIXL agent is passed to each
-    call and not stored, because dropping the last reference destroys it.
 
-    Args:
-        peer: Name of the peer.
+def unpack_notices(payload: bytes) -> list[bytes]:
+    """Decode the notices of a payload, in order.
+
+    Raises:
+        RemoteProtocolError: The payload is not from `pack_notices`: a notice is truncated or empty, or there are too
+            many.
     """
-
-    def __init__(self, peer: str) -> None:
-        self._peer = peer
-        self._lists: BlockLists | None = None
-        self._handles: list[Any] = []
-
-    def prepare(
-        self, agent: Any, lists: BlockLists, kinds: tuple[str, str], release: Callable[..., object]
-    ) -> tuple[Any, Any]:
-        """Return the handles of both lists, preparing them unless they are those of the previous call.
-
-        Args:
-            agent: The NIXL agent.
-            lists: Lists to prepare.
-            kinds: Memory kinds here and at the peer.
-            release: Runs the calls that release the previous handles.
-        """
-        if self._lists is not lists:
-            self.drop(agent, release)
-            self._handles.append(agent.prep_xfer_dlist(MY_LISTS, lists.src, kinds[0]))
-            self._handles.append(agent.prep_xfer_dlist(self._peer, lists.dst, kinds[1]))
-            self._lists = lists
-        src, dst = self._handles
-        return src, dst
-
-    def drop(self, agent: Any, release: Callable[..., object]) -> None:
-        """Release the handles."""
-        self._lists = None
-        for handle in self._handles:
-            release(agent.release_dlist_handle, handle)
-        self._handles.clear()
+    notices: list[bytes] = []
+    start = 0
+    while start < len(payload):
+        body = start + LENGTH_BYTES
+        end = body + int.from_bytes(payload[start:body], "little")
+        if not body < end <= len(payload) or len(notices) == MAX_NOTICES:
+            raise RemoteProtocolError("notices are malformed", num_bytes=len(payload), offset=start)
+        notices.append(payload[body:end])
+        start = end
+    return notices
 
 
 @dataclass(eq=False)
 class NativeEndpoint:
-    """One native endpoint to a peer.
+    """One native endpoint to a peer. Used on the owner thread.
 
     Attributes:
         agent: The NIXL agent that owns the endpoint.
         blob: The metadata it was created from.
-        lists: Prepared lists for writes of blocks.
         is_used: A post over it has succeeded.
         has_erred: A post over it has failed or could not be started.
         has_failed: Every further post over it raises.
@@ -162,7 +147,6 @@ class NativeEndpoint:
     peer: str
     agent: Any
     blob: bytes
-    lists: PreparedLists
     opened: Mapping[int, tuple[bytes, int]] = field(default_factory=dict)
     opened_at: float = 0.0
     is_used: bool = False
@@ -170,3 +154,31 @@ class NativeEndpoint:
     has_failed: bool = False
     is_written: bool = False
     path: ObservedPath = field(default_factory=ObservedPath)
+    _lists: BlockLists | None = None
+    _handles: list[Any] = field(default_factory=list)
+
+    def prepare(self, lists: BlockLists, kinds: tuple[str, str], release: Callable[..., object]) -> tuple[Any, Any]:
+        """Return NIXL's handles of both lists, preparing them unless they are those of the last post.
+
+        Preparing a list takes microseconds, however long its runs are, and the library merges neighbouring positions.
+        The handles end with the endpoint; a write made with them does not need them any more.
+
+        Args:
+            lists: Lists to prepare.
+            kinds: Memory kinds here and at the peer.
+            release: Runs the calls that release the previous handles.
+        """
+        if self._lists is not lists:
+            self.drop_lists(release)
+            self._handles.append(self.agent.prep_xfer_dlist(MY_LISTS, lists.src, kinds[0]))
+            self._handles.append(self.agent.prep_xfer_dlist(self.peer, lists.dst, kinds[1]))
+            self._lists = lists
+        src, dst = self._handles
+        return src, dst
+
+    def drop_lists(self, release: Callable[..., object]) -> None:
+        """Release the handles of prepared lists."""
+        self._lists = None
+        for handle in self._handles:
+            release(self.agent.release_dlist_handle, handle)
+        self._handles.clear()

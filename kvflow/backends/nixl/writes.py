@@ -41,10 +41,6 @@ class NativeWrite:
     fence: int = 0
     error: str = ""
 
-    def in_doubt(self) -> list[PostInDoubt]:
-        """Return a `PostInDoubt` for each joined post."""
-        return [PostInDoubt(post_id, self.error) for post_id in self.post_ids]
-
     def ended(self, error: str | None, *, lingers: bool = False) -> list[PostEnded]:
         """Return a `PostEnded` for each joined post."""
         return [PostEnded(post_id, error, lingers) for post_id in self.post_ids]
@@ -150,7 +146,7 @@ class NativeWrites:
             return
         write.fence = self._num_started
         self._in_doubt[write.number] = write
-        self._emit(write.in_doubt())
+        self._emit([PostInDoubt(post_id, write.error) for post_id in write.post_ids])
 
     def _end_write(self, write: NativeWrite, error: str | None, *, lingers: bool = False) -> None:
         self._clean_up(write.connection.agent.release_xfer_handle, write.handle)
