@@ -119,7 +119,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         incarnation = int.from_bytes(self._ports.random_bytes(INCARNATION_BYTES), "little")
         super().__init__(PeerId(RankId(config.instance, config.engine_rank), incarnation))
         if isinstance(backend, SharedBackend):
-            backend = backend.for_rank()
+            backend = RankEndpoint(backend)
         self._backend = backend or create_backend(config.backend, config.backend_options)
         self._trust = config.trust_in_force
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)

@@ -143,7 +143,7 @@ class LibrarySockets:
         """Turn on keepalive for new connections, and close those whose other end acknowledges nothing.
 
         Returns:
-            The remote address of each that was closed, like "10.0.0.1:4000", and seconds since its last acknowledgement.
+            Of each that was closed, the remote address, like "10.0.0.1:4000", and the seconds since it was last heard.
         """
         if not hasattr(socket, "TCP_INFO"):
             return []

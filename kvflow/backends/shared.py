@@ -53,41 +53,22 @@ class SharedBackend:
         self.close_timeout_s = close_timeout_s
         chosen = dict(options or {})
         self._make = functools.partial(create_backend, name, chosen) if isinstance(name, str) else name
-        self._inner = self._make()
+        self.inner = self._make()
+        self.agent: str | None = None  # that of the rank that opened it; None while it is closed
+        self.members: dict[RankEndpoint, str] = {}  # with their agent names
         self._host: str | None = None
-        self._agent: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._has_memory = False
         self._error: BackendError | None = None
-        self._members: dict[RankEndpoint, str] = {}
         self._connected: dict[str, dict[RankEndpoint, None]] = {}
         self._posts: dict[int, tuple[RankEndpoint, int]] = {}
         self._num_posts = 0
         self._kept: list[object] = []
 
-    def for_rank(self) -> "RankEndpoint":
-        """Create the endpoint of one rank."""
-        return RankEndpoint(self)
-
-    @property
-    def inner(self) -> Backend:
-        """The underlying transport."""
-        return self._inner
-
-    @property
-    def agent(self) -> str | None:
-        """Agent name of the endpoint: that of the rank that opened it. None while it is closed."""
-        return self._agent
-
-    @property
-    def names(self) -> Collection[str]:
-        """The agent names of the member ranks."""
-        return self._members.values()
-
     def advertise(self, host: str) -> None:
         """Set the host as in `Backend.advertise`; ignored once the endpoint is open."""
-        if self._agent is None:
+        if self.agent is None:
             self._host = host
 
     async def enter(self, member: "RankEndpoint", agent_name: str) -> None:
@@ -99,42 +80,38 @@ class SharedBackend:
         """
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self._inner.name)
+            raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self.inner.name)
         self._loop = loop
         async with self._lock:
             if self._error is not None:
                 raise BackendUnavailable("shared transport has failed", detail=str(self._error))
-            if self._agent is None:
+            if self.agent is None:
                 await self._open(agent_name)
-            self._members[member] = agent_name
+            self.members[member] = agent_name
 
     async def _open(self, agent_name: str) -> None:
         if self._host is not None:
-            self._inner.advertise(self._host)
+            self.inner.advertise(self._host)
         try:
-            await self._inner.open(agent_name, self._distribute_events, self._break_down)
+            await self.inner.open(agent_name, self._distribute_events, self._break_down)
         except BaseException:
             self._reset()
             raise
-        self._agent = agent_name
+        self.agent = agent_name
 
     def _reset(self) -> None:
         """Create a fresh transport, because a backend can be opened only once."""
-        self._inner = self._make()
-        self._agent = self._loop = self._error = None
+        self.inner = self._make()
+        self.agent = self._loop = self._error = None
         self._has_memory = False
         self._connected.clear()
         self._posts.clear()
         self._kept.clear()
 
     async def register(self, layout: KVLayout) -> None:
-        """Register the parts of a rank's memory that are not registered yet.
-
-        Raises:
-            RegistrationError: The transport refused.
-        """
+        """Register the parts of a rank's memory that are not registered yet, or raise RegistrationError."""
         async with self._lock:
-            await (self._inner.extend(layout) if self._has_memory else self._inner.register(layout))
+            await (self.inner.extend(layout) if self._has_memory else self.inner.register(layout))
             self._has_memory = True
 
     def keep(self, memory: object) -> None:
@@ -142,14 +119,10 @@ class SharedBackend:
         self._kept.append(memory)
 
     async def connect(self, member: "RankEndpoint", peer: str, metadata: bytes, principal: str) -> None:
-        """Prepare for writes of one rank to a peer.
-
-        Raises:
-            BackendError: As in `Backend.connect_authenticated`.
-        """
+        """Prepare for writes of one rank to a peer, as in `Backend.connect_authenticated`."""
         self._connected.setdefault(peer, {})[member] = None
         try:
-            await self._inner.connect_authenticated(peer, metadata, principal)
+            await self.inner.connect_authenticated(peer, metadata, principal)
         except BaseException:
             await self.disconnect(member, peer)
             raise
@@ -162,7 +135,7 @@ class SharedBackend:
         del users[member]
         if not users:
             del self._connected[peer]
-            await self._inner.disconnect(peer)
+            await self.inner.disconnect(peer)
 
     def begin(self, member: "RankEndpoint", post_id: int) -> int:
         """Return a post number that is unique across all ranks."""
@@ -177,29 +150,29 @@ class SharedBackend:
 
     def watch(self) -> None:
         """Poll for notices if any rank expects some."""
-        self._inner.watch(active=any(member.is_watching for member in self._members))
+        self.inner.watch(active=any(member.is_watching for member in self.members))
 
     async def leave(self, member: "RankEndpoint") -> None:
         """Remove a rank once its writes have ended or its time is up; the last rank closes the transport."""
-        if member not in self._members:
+        if member not in self.members:
             return
-        if len(self._members) > 1 and self._error is None:
+        if len(self.members) > 1 and self._error is None:
             with anyio.move_on_after(self.close_timeout_s):
                 await member.wait_until_idle()
         async with self._lock:
-            if len(self._members) == 1:
+            if len(self.members) == 1:
                 await self._close(member)
                 return
             for peer in [peer for peer, users in self._connected.items() if member in users]:
                 await self.disconnect(member, peer)
-            del self._members[member]
+            del self.members[member]
             self.watch()
 
     async def _close(self, last: "RankEndpoint") -> None:
         try:
-            await self._inner.aclose()  # delivers the end of every post
+            await self.inner.aclose()  # delivers the end of every post
         finally:
-            del self._members[last]
+            del self.members[last]
             self._reset()
 
     def _distribute_events(self, events: Sequence[BackendEvent]) -> None:
@@ -212,7 +185,7 @@ class SharedBackend:
                 continue
             is_end = isinstance(event, PostEnded)
             known = self._posts.pop(event.post_id, None) if is_end else self._posts.get(event.post_id)
-            if known is not None and known[0] in self._members:
+            if known is not None and known[0] in self.members:
                 member, post_id = known
                 found.setdefault(member, []).append(_renumbered(event, post_id))
         for member, its_events in found.items():
@@ -220,11 +193,11 @@ class SharedBackend:
 
     def _readers(self) -> list["RankEndpoint"]:
         """Return the ranks whose `watch` was ever called; if there are none, all ranks."""
-        return [member for member in self._members if member.has_watched] or list(self._members)
+        return [member for member in self.members if member.has_watched] or list(self.members)
 
     def _break_down(self, error: BackendError) -> None:
         self._error = error
-        for member in list(self._members):
+        for member in list(self.members):
             member.break_down(error)
 
 
@@ -261,7 +234,7 @@ class RankEndpoint(Backend):
 
     @override
     def is_shared_with(self, agent_name: str) -> bool:
-        return agent_name in self._shared.names
+        return agent_name in self._shared.members.values()
 
     @override
     def advertise(self, host: str) -> None:

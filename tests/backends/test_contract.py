@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 from kvflow.backends import Backend
-from kvflow.backends.shared import SharedBackend
+from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.testing.buffers import Buffer, HostBuffer
 from kvflow.testing.contract import BackendContract
 from kvflow.testing.contract.suite.blocks import BlockContract
@@ -43,11 +43,11 @@ class SharedContract(BackendContract):
 
     @override
     def new_backend(self) -> Backend:
-        return SharedBackend(self.backend, self.options).for_rank()
+        return RankEndpoint(SharedBackend(self.backend, self.options))
 
     @override
     def new_impatient_backend(self) -> Backend:
-        return SharedBackend(self.backend, {**self.options, **self.impatient}).for_rank()
+        return RankEndpoint(SharedBackend(self.backend, {**self.options, **self.impatient}))
 
 
 class TestSharedMemory(SharedContract):

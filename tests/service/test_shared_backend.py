@@ -14,6 +14,7 @@ from typing_extensions import override
 import kvflow
 from kvflow import blocking
 from kvflow.backends.memory import MemoryBackend
+from kvflow.backends.shared import RankEndpoint
 from kvflow.bounds import Bounds
 from kvflow.errors import BackendUnavailable, ConfigError, LocalProtocolError
 from tests.backends.endpoints import copies, open_backend
@@ -230,7 +231,7 @@ class NotesPrincipals(MemoryBackend):
 async def test_a_shared_transport_learns_the_principals_of_peers() -> None:
     transport = NotesPrincipals()
     shared = kvflow.SharedBackend(lambda: transport)
-    async with open_backend(shared.for_rank()) as source, open_backend(MemoryBackend()) as target:
+    async with open_backend(RankEndpoint(shared)) as source, open_backend(MemoryBackend()) as target:
         await source.backend.connect_authenticated(target.name, target.backend.metadata(), "decode")
         await source.connect(target)
         source.post(1, target, copies(source, target))
