@@ -1,11 +1,37 @@
 """Moves the KV cache of requests from prefill servers to decode servers.
 
-The public names are imported when they are first used, so that the pure packages (`kvflow.geometry`, `kvflow.state`)
+Public names other than errors are imported when first used, so that pure packages (`kvflow.geometry`, `kvflow.state`)
 can be imported without any I/O library.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+from kvflow import errors
+from kvflow.errors import (
+    BackendError,
+    BackendUnavailable,
+    CapacityExceeded,
+    ConfigError,
+    FailureReason,
+    KvflowError,
+    LayoutError,
+    LocalProtocolError,
+    PagesInUse,
+    PlanError,
+    ProtocolError,
+    RankBroken,
+    RankDraining,
+    RegistrationError,
+    RemoteProtocolError,
+    RouteError,
+    Shortage,
+    Stage,
+    ThreadShortage,
+    TicketError,
+    TransferFailed,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     from kvflow.addresses import Endpoint
@@ -14,30 +40,6 @@ if TYPE_CHECKING:
     from kvflow.config import DecodeConfig, Limits, PrefillConfig, Proofs, Timeouts
     from kvflow.decode import DecodeRank
     from kvflow.directory.server import Registry
-    from kvflow.errors import (
-        BackendError,
-        BackendUnavailable,
-        CapacityExceeded,
-        ConfigError,
-        FailureReason,
-        KvflowError,
-        LayoutError,
-        LocalProtocolError,
-        PagesInUse,
-        PlanError,
-        ProtocolError,
-        RankBroken,
-        RankDraining,
-        RegistrationError,
-        RemoteProtocolError,
-        RouteError,
-        Shortage,
-        Stage,
-        ThreadShortage,
-        TicketError,
-        TransferFailed,
-        Unreachable,
-    )
     from kvflow.geometry.engines import head_range
     from kvflow.geometry.layout import KVLayout
     from kvflow.geometry.pages import TokenPages
@@ -45,8 +47,8 @@ if TYPE_CHECKING:
     from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.logs import configure_logging
     from kvflow.options import ReceiveOptions, SendOptions
+    from kvflow.open_transfers import QuarantineRecord
     from kvflow.prefill import PrefillRank
-    from kvflow.quarantine import QuarantineRecord
     from kvflow.receiver import Handover, RoomReceiver
     from kvflow.sender import RoomSender
     from kvflow.state.events.prefill import LayersReady
@@ -117,55 +119,33 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-_HOMES: Final = {
+_HOMES: Final = dict.fromkeys(errors.__all__, "kvflow.errors") | {
     "ProofKind": "kvflow.state.quarantine",
     "ReceiveOptions": "kvflow.options",
     "SendOptions": "kvflow.options",
-    "BackendError": "kvflow.errors",
-    "BackendUnavailable": "kvflow.errors",
-    "CapacityExceeded": "kvflow.errors",
-    "ConfigError": "kvflow.errors",
     "DecodeConfig": "kvflow.config",
     "DecodeRank": "kvflow.decode",
     "Endpoint": "kvflow.addresses",
-    "FailureReason": "kvflow.errors",
     "Handover": "kvflow.receiver",
     "KVLayout": "kvflow.geometry.layout",
-    "KvflowError": "kvflow.errors",
     "LayersReady": "kvflow.state.events.prefill",
-    "LayoutError": "kvflow.errors",
     "Limits": "kvflow.config",
-    "LocalProtocolError": "kvflow.errors",
     "Memory": "kvflow.state.tables",
     "MissingProof": "kvflow.state.quarantine",
     "Outcome": "kvflow.state.tables",
-    "QuarantineRecord": "kvflow.quarantine",
+    "QuarantineRecord": "kvflow.open_transfers",
     "TokenPages": "kvflow.geometry.pages",
-    "PagesInUse": "kvflow.errors",
-    "PlanError": "kvflow.errors",
     "PrefillConfig": "kvflow.config",
     "PrefillRank": "kvflow.prefill",
     "Proofs": "kvflow.config",
-    "ProtocolError": "kvflow.errors",
-    "RankBroken": "kvflow.errors",
-    "RankDraining": "kvflow.errors",
     "RankStatistics": "kvflow.statistics",
-    "RegistrationError": "kvflow.errors",
     "Registry": "kvflow.directory.server",
-    "RemoteProtocolError": "kvflow.errors",
     "RoomReceiver": "kvflow.receiver",
     "RoomSender": "kvflow.sender",
-    "RouteError": "kvflow.errors",
     "SharedBackend": "kvflow.backends.shared",
-    "Stage": "kvflow.errors",
-    "Shortage": "kvflow.errors",
-    "ThreadShortage": "kvflow.errors",
-    "TicketError": "kvflow.errors",
     "Timeouts": "kvflow.config",
-    "TransferFailed": "kvflow.errors",
     "Trust": "kvflow.trust",
     "TrustedKey": "kvflow.trust",
-    "Unreachable": "kvflow.errors",
     "configure_logging": "kvflow.observe.logs",
     "head_range": "kvflow.geometry.engines",
     "known_backends": "kvflow.backends",

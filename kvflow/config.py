@@ -74,11 +74,7 @@ def is_instance_name(name: object) -> TypeGuard[str]:
 
 
 def check_instance_name(setting: str, name: object) -> None:
-    """Check that a value is a valid instance name.
-
-    Raises:
-        ConfigError: It is not; the error names the setting.
-    """
+    """Raise ConfigError, with the setting, unless a value is a valid instance name."""
     if not is_instance_name(name):
         raise ConfigError(
             "instance name must be a non-empty UTF-8 string within the maximum length",
@@ -91,20 +87,12 @@ def check_instance_name(setting: str, name: object) -> None:
 
 
 def check_num_ranks(value: SupportsIndex) -> int:
-    """Convert an integer of any type to a number of ranks.
-
-    Raises:
-        ConfigError: The value is not an integer, or is out of range.
-    """
+    """Convert an integer of any type to a number of ranks; raise ConfigError if it is none."""
     return check_integer("num_ranks", value, 1, MAX_RANKS - 1)
 
 
 def check_priority(setting: str, value: SupportsIndex) -> int:
-    """Convert an integer of any type to a priority class.
-
-    Raises:
-        ConfigError: The value is not an integer, or is out of range; the error names the setting.
-    """
+    """Convert an integer of any type to a priority class; raise ConfigError, with the setting, if it is none."""
     try:
         priority = operator.index(value)
     except TypeError:
@@ -143,8 +131,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = check_duration(f"timeouts.{item.name}", getattr(self, item.name))
-            object.__setattr__(self, item.name, value)
+            set_field(self, item.name, check_duration(f"timeouts.{item.name}", getattr(self, item.name)))
         if self.lease_s > MAX_LEASE_S:
             raise ConfigError(
                 "lease_s is too long", setting="timeouts.lease_s", value=self.lease_s, maximum=MAX_LEASE_S
@@ -232,6 +219,8 @@ class RankConfig:
     record: str | os.PathLike[str] | None = None
     trust: Trust | None = None
 
+    _host_staging_bytes = 0
+
     def __post_init__(self) -> None:
         check_instance_name("instance", self.instance)
         set_field(self, "num_ranks", check_num_ranks(self.num_ranks))
@@ -271,11 +260,7 @@ class RankConfig:
         return self.trust or PLAIN
 
     def _check_staging(self, minimum: int) -> None:
-        """Reject staging memory that is too small to be used.
-
-        Raises:
-            ConfigError: `staging_bytes` is neither 0 nor at least `minimum`.
-        """
+        """Raise ConfigError if there is staging memory, but too little to be used."""
         if self.staging_bytes and self.staging_bytes < minimum:
             raise ConfigError(
                 "staging_bytes must be 0, or enough for one slot (prefill) or one window (decode)",
@@ -285,26 +270,14 @@ class RankConfig:
             )
 
     def staging_bytes_for(self, *, is_on_host: bool) -> int:
-        """Return the number of bytes of staging memory that a rank allocates.
-
-        Args:
-            is_on_host: True if the pools are in host memory.
-        """
+        """Return how many bytes of staging memory a rank allocates, whose pools are in host memory or not."""
         if self.staging_bytes is not None:
             return self.staging_bytes
         return self._host_staging_bytes if is_on_host else 0
 
-    @property
-    def _host_staging_bytes(self) -> int:
-        return 0
-
 
 def check_trust(trust: object) -> None:
-    """Check that a value is a `Trust`, and not, for example, the directory to load one from.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Raise ConfigError unless a value is a `Trust`, such as for the directory to load one from."""
     if not isinstance(trust, Trust):
         raise ConfigError(
             "trust must be a kvflow.Trust; load it with kvflow.load_trust(directory)", setting="trust", value=trust
@@ -323,9 +296,10 @@ class PrefillConfig(RankConfig):
     """
 
     packing: Packing = "auto"
-
     bind: str = "tcp://127.0.0.1:0"
     advertise: str | None = None
+
+    _host_staging_bytes = 64 * 2**20
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -336,10 +310,6 @@ class PrefillConfig(RankConfig):
             raise ConfigError(
                 "unknown packing mode", setting="packing", value=self.packing, known=list(get_args(Packing))
             )
-
-    @property
-    def _host_staging_bytes(self) -> int:
-        return 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,7 +337,7 @@ class Proofs:
         check_type("proofs.process_end", self.process_end, bool)
         if self.queue_pairs_die_with_process_s is not None:
             value = check_duration("proofs.queue_pairs_die_with_process_s", self.queue_pairs_die_with_process_s)
-            object.__setattr__(self, "queue_pairs_die_with_process_s", value)
+            set_field(self, "queue_pairs_die_with_process_s", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,16 +357,13 @@ class DecodeConfig(RankConfig):
     """
 
     staging_slots: int = 3
-
     digest_every: int = 0
-
     advertise: str | None = None
-
     proofs: Proofs = Proofs()
-
     signed_tickets: bool | None = None
-
     allowed_hosts: Sequence[str] = ()
+
+    _host_staging_bytes = 384 * 2**20
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -420,17 +387,9 @@ class DecodeConfig(RankConfig):
         """Whether an unsigned ticket is rejected."""
         return not self.trust_in_force.is_plain if self.signed_tickets is None else self.signed_tickets
 
-    @property
-    def _host_staging_bytes(self) -> int:
-        return 384 * 2**20
-
 
 def _check_host_rule(rule: object) -> None:
-    """Check an item of `allowed_hosts`.
-
-    Raises:
-        ConfigError: It is neither a network, an address nor a host name.
-    """
+    """Raise ConfigError unless an item of `allowed_hosts` is a network, an address or a host name."""
     check_type("allowed_hosts", rule, str)
     name = str(rule).removeprefix("*.")
     try:

@@ -34,7 +34,7 @@ from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory
 from kvflow.transfer import reason_of
 from kvflow.trust import Trust
-from kvflow.wire.messages import Ack, Failure, Goodbye, RankRecord
+from kvflow.wire.messages import Ack, Failure, Goodbye
 
 __all__ = ["DecodeRank", "Prefill"]
 
@@ -82,6 +82,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
                 backend=self._backend.name,
             )
         self._checks = ReceiveChecks(config, layout, lambda: self._trust, self.footprint)
+        self.check_wanted = self._checks.check_wanted
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
 
@@ -129,7 +130,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         """
         asked = self._check_request(room, prefill, **options)
         try:
-            wanted = self._checks.check_wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
+            wanted = self.check_wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
         except KvflowError as error:
             self._decline_soon(_declined(asked.opened, self.failure(reason_of(error), str(error))))
             raise
@@ -189,11 +190,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
     def _check_request(
         self, room: RoomId | None, prefill: Prefill, **options: Unpack[ReceiveOptions]
     ) -> ReceiveRequest:
-        """Check the arguments that do not depend on pages; decline a room whose ticket cannot lead to a handshake.
-
-        Raises:
-            ConfigError, LocalProtocolError, TicketError: As in `receive`.
-        """
+        """Check the arguments that do not depend on pages; decline a room whose ticket cannot lead to a handshake."""
         asked = self._checks.check_request(room, prefill, **options)
         if asked.ticket is not None:
             try:
@@ -216,26 +213,10 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         if isinstance(event, ev.ReceiveOpened):
             self._decline_soon(_declined(event, failure))
 
-    def check_wanted(
-        self, tokens: TokenRange, pages: Mapping[str, Pages], *, digest: bool | None, timeout_s: float | None
-    ) -> Wanted:
-        """Check the tokens and pages of a grant. Raises the same errors as `receive`."""
-        return self._checks.check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
-
     def open_receiver(self, receiver: RoomReceiver, opened: ev.ReceiveOpened, wanted: Wanted | None) -> int:
-        """Open a receiver under a new generation, which no other transfer of this incarnation uses.
+        """Open a receiver under a new generation, which no other transfer of this incarnation uses, and return it.
 
-        Args:
-            receiver: The receiver to open.
-            opened: Its request; generation and secret are filled in here.
-            wanted: The wanted tokens and pages; None if the room is only announced.
-
-        Returns:
-            The generation.
-
-        Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
-                changed.
+        Raises as `open_transfer`. Nothing is wanted of a room that is only announced.
         """
         generation = next(self._generations)
         # Cheaper by a large factor than reading random bytes from the system each time.
@@ -259,11 +240,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         return generation
 
     def grant(self, room: RoomId, generation: int, wanted: Wanted) -> None:
-        """Provide the pages of an announced room.
-
-        Raises:
-            LocalProtocolError, PagesInUse, CapacityExceeded, RankBroken: The grant was refused; nothing has changed.
-        """
+        """Provide the pages of an announced room. If this raises, nothing has changed."""
         digest = self._wants_digest(generation, wanted)
         self.request(
             ev.ReceiveGranted(room, generation, wanted.ranges, wanted.pages, wanted.timeout_s, wanted.footprint, digest)
@@ -302,7 +279,12 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             allowed_hosts=tuple(config.allowed_hosts),
         )
         self._directories = Directories(
-            config.registry, self._log, self._context, self._take_records, self._take_refusal, self._trust
+            config.registry,
+            self._log,
+            self._context,
+            lambda instance, records, number: self.dispatch(ev.InstanceFound(instance, records, number)),
+            lambda instance, detail, is_short: self.dispatch(ev.LookUpRefused(instance, detail, is_short)),
+            self._trust,
         )
         self._resources.callback(self._directories.close)
         self._core = DecodeCore(self.me, settings)
@@ -358,12 +340,6 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)
-
-    def _take_records(self, instance: ev.InstanceRef, records: tuple[RankRecord, ...], number: int) -> None:
-        self.dispatch(ev.InstanceFound(instance, records, number))
-
-    def _take_refusal(self, instance: ev.InstanceRef | None, detail: str, is_short: bool) -> None:
-        self.dispatch(ev.LookUpRefused(instance, detail, is_short))
 
     @override
     def _apply_trust(self, trust: Trust) -> None:

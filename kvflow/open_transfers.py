@@ -2,17 +2,18 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 from kvflow.errors import LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, PageTable
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.observe.trace import log_transfer
-from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
@@ -20,9 +21,39 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.transfer import Transfer, check_room
 from kvflow.wire.messages import Failure
 
-__all__ = ["OpenTransfers", "QuarantineView"]
+__all__ = ["OpenTransfers", "QuarantineRecord", "QuarantineView"]
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
+
+
+@dataclass(frozen=True, eq=False)
+class QuarantineRecord:
+    """A snapshot of an ended transfer whose pages may still be in use.
+
+    Attributes:
+        room: Room of the transfer.
+        label: The engine's own ID for it, if it set one.
+        key: Identifies the transfer within its rank; a room does not, because it may have been reused.
+        pages: Pages of each component that must not be used, int32.
+        num_bytes: Their size in the pools.
+        since_s: How long they have been in quarantine, in seconds.
+        failure: Why the transfer failed.
+        missing: The missing proof of each peer that still has to provide one.
+    """
+
+    room: RoomId
+    label: str | None
+    key: RoomId
+    pages: Mapping[str, NDArray[np.int32]]
+    num_bytes: int
+    since_s: float
+    failure: Failure | None
+    missing: tuple[MissingProof, ...]
+
+    def __str__(self) -> str:
+        pages = ", ".join(f"{len(pages)} of {name}" for name, pages in self.pages.items())
+        proofs = "; ".join(proof.detail for proof in self.missing)
+        return f"room {self.room}: pages {pages} ({self.num_bytes} bytes) for {self.since_s:.1f} s: {proofs}"
 
 
 class QuarantineView(Protocol):
@@ -143,8 +174,7 @@ class OpenTransfers(Generic[AnyTransfer]):
     def find_quarantined(self, which: RoomId | QuarantineRecord) -> list[RoomId]:
         """Return the keys of a room's transfers in quarantine, or that of one record, to release them.
 
-        Raises:
-            LocalProtocolError: There is none.
+        If there is none, raise LocalProtocolError.
         """
         room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
         found = {key: it for key, it in self.by_key.items() if it.is_quarantined and it.room == room}

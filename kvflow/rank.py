@@ -36,10 +36,9 @@ from kvflow.keys import renewed_trust
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import Duration, StageTimes
 from kvflow.observe.trace import AnomalyLog
-from kvflow.open_transfers import OpenTransfers, QuarantineView
+from kvflow.open_transfers import OpenTransfers, QuarantineRecord, QuarantineView
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
-from kvflow.quarantine import QuarantineRecord
 from kvflow.room import RoomId
 from kvflow.stages.context import StageContext, agent_name
 from kvflow.standing import Standing
@@ -130,7 +129,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._loop_lag = Duration()
         self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
-            self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
+            self._perform, self._give_up, lambda error: self._tasks.fail(error), self._ports.now, self._log
         )
         self.request, self.dispatch = self._dispatcher.submit, self._dispatcher.dispatch
         self.now = self._ports.now
@@ -287,11 +286,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         handle: Callable[[AnyEvent | SharedEvent, float], Sequence[AnyEffect]],
         settings: PrefillSettings | DecodeSettings,
     ) -> None:
-        """Begin to pass events to the core, by calling `handle`.
-
-        Raises:
-            ConfigError: They cannot be recorded.
-        """
+        """Begin to pass events to the core, by calling `handle`; raise ConfigError if they cannot be recorded."""
         self._transfers.core = self._core
         recorder = self._resources.enter_context(open_recorder(self.config.record, self.me, settings))
         alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self.now, self._note_lag)
@@ -310,9 +305,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._loop_lag.add(lag_s)
         if not self._pulse.is_running:
             self._anomalies.note_hold(lag_s, "at least, as no transfer was open: ")
-
-    def _raise_at_exit(self, error: Exception) -> None:
-        self._tasks.fail(error)
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -402,11 +394,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     @abc.abstractmethod
     def _apply_trust(self, trust: Trust) -> None:
-        """Switch to other keys.
-
-        Raises:
-            ConfigError: The keys cannot be used.
-        """
+        """Switch to other keys, or raise ConfigError if they cannot be used."""
 
     @abc.abstractmethod
     def _perform(self, effect: AnyEffect) -> None:

@@ -54,12 +54,13 @@ class RoomReceiver(Transfer):
         handover: The result, once the transfer has succeeded; None until then.
     """
 
-    __slots__ = ("_generation", "_opened", "_rank", "_wanted", "handover")
+    __slots__ = ("_generation", "_opened", "_wanted", "handover")
+
+    _rank: "DecodeRank"
 
     def __init__(self, rank: "DecodeRank", opened: ev.ReceiveOpened, wanted: Wanted | None, label: str | None) -> None:
         super().__init__(rank, opened.room, label)
         self.handover: Handover | None = None
-        self._rank = rank
         self._opened = opened
         self._wanted = wanted
         self._generation = 0

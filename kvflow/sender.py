@@ -47,18 +47,18 @@ class RoomSender(Transfer):
         "_is_quiescing",
         "_num_quiesced",
         "_quiesced",
-        "_rank",
         "is_quiesced",
         "resume_at",
         "wanted",
     )
+
+    _rank: "PrefillRank"
 
     def __init__(
         self, rank: "PrefillRank", room: RoomId, label: str | None = None, *, defer_lease: bool = False
     ) -> None:
         super().__init__(rank, room, label)
         self._has_lease = not defer_lease
-        self._rank = rank
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False
         self.resume_at: int | None = None

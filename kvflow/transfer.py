@@ -3,7 +3,7 @@
 import abc
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvflow.aio.flag import Flag
 from kvflow.aio.shield import run_shielded
@@ -24,8 +24,10 @@ from kvflow.room import MAX_ROOM_BYTES, RoomId, as_room
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Failure
 
-__all__ = ["Transfer", "check_room", "reason_of"]
+if TYPE_CHECKING:
+    from kvflow.rank import Rank
 
+__all__ = ["Transfer", "check_room", "reason_of"]
 
 MAX_LABEL = 256
 
@@ -73,23 +75,6 @@ def reason_of(error: KvflowError) -> FailureReason:
             return FailureReason.PROTOCOL
 
 
-class TransferOwner(Protocol):
-    """The part of a rank that its transfers use."""
-
-    def check_loop(self) -> None:
-        """Check that the call comes from the rank's event loop.
-
-        Raises:
-            LocalProtocolError: The call comes from another event loop or thread.
-        """
-
-    def now(self) -> float:
-        """Return monotonic seconds."""
-
-    def log_callback_failed(self, transfer: "Transfer", error: BaseException) -> None:
-        """Log that a function of the engine has raised an exception."""
-
-
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -111,12 +96,12 @@ class Transfer(abc.ABC):
     __slots__ = (
         "_decided",
         "_has_begun",
-        "_home",
         "_is_given_up",
         "_is_refused",
         "_is_told",
         "_opened_at",
         "_quarantined_at",
+        "_rank",
         "_safe",
         "_settled",
         "failure",
@@ -127,14 +112,14 @@ class Transfer(abc.ABC):
         "room",
     )
 
-    def __init__(self, home: TransferOwner, room: RoomId, label: str | None = None) -> None:
+    def __init__(self, rank: "Rank[Any, Any, Any]", room: RoomId, label: str | None = None) -> None:
         self.room = check_room(room)
         self.label = check_label(label)
         self.outcome = Outcome.PENDING
         self.memory = Memory.SAFE
         self.failure: Failure | None = None
         self.on_change: Callable[[], None] | None = None
-        self._home = home
+        self._rank = rank
         self._decided = Flag()
         self._settled = Flag()
         self._safe = Flag()
@@ -158,7 +143,7 @@ class Transfer(abc.ABC):
     @property
     def quarantined_s(self) -> float:
         """How long its pages have been in quarantine, in seconds; 0 if they are not."""
-        return self._home.now() - self._quarantined_at if self.is_quarantined else 0.0
+        return self._rank.now() - self._quarantined_at if self.is_quarantined else 0.0
 
     async def until_safe(self) -> Memory:
         """Wait until nothing can touch the pages. May also be called after the block has exited.
@@ -186,7 +171,7 @@ class Transfer(abc.ABC):
         if self._has_begun:
             raise LocalProtocolError("transfer can be entered only once; create a new one", room=self.room)
         self._has_begun = True
-        self._opened_at = self._home.now()
+        self._opened_at = self._rank.now()
         self.memory = memory
 
     def mark_refused(self) -> None:
@@ -197,7 +182,7 @@ class Transfer(abc.ABC):
     def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Update the state from the core's report."""
         if memory is Memory.QUARANTINED and not self.is_quarantined:
-            self._quarantined_at = self._home.now()
+            self._quarantined_at = self._rank.now()
         self.failure, self.memory, self.outcome = failure, memory, outcome  # outcome last: other threads read it first
         if outcome is not Outcome.PENDING:
             self._decided.set()
@@ -214,7 +199,7 @@ class Transfer(abc.ABC):
         try:
             self.on_change()
         except BaseException as error:  # noqa: BLE001 - raised by the engine's function; other transfers go on
-            self._home.log_callback_failed(self, error)
+            self._rank.log_callback_failed(self, error)
             if isinstance(error, KeyboardInterrupt):
                 asyncio.get_running_loop().call_soon(_raise, error)
 
@@ -251,7 +236,7 @@ class Transfer(abc.ABC):
             LocalProtocolError: It is called on another event loop or thread.
         """
         if self._has_begun and not self._is_refused and not self._decided.is_set:
-            self._home.check_loop()
+            self._rank.check_loop()
             self._is_given_up = True
             self._abort()
 
@@ -281,7 +266,7 @@ class Transfer(abc.ABC):
             raise LocalProtocolError("transfer was refused; create a new one", room=self.room)
         if not self._has_begun:
             raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
-        self._home.check_loop()
+        self._rank.check_loop()
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:

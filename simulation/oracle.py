@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, PagesInUse
-from kvflow.quarantine import QuarantineRecord
+from kvflow.open_transfers import QuarantineRecord
 from kvflow.receiver import Handover
 from kvflow.room import RoomId
 from kvflow.state.tables import Memory, Outcome

@@ -109,9 +109,18 @@ class BlockingTransfer:
 
     def abort(self) -> None:
         """Abort the transfer. Its pages may not be safe yet; check `memory`. Does nothing if it has already ended."""
+        self._tell(self._transfer.abort)
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Make a call on the event loop, unless the transfer has an outcome."""
+
+        def tell() -> None:
+            with suppress(LocalProtocolError):  # it was refused, and has failed
+                call()
+
         if self.outcome is Outcome.PENDING:
             with suppress(LocalProtocolError):  # closing the rank also ends the transfer
-                self._rank._call_soon(self._transfer.abort)
+                self._rank._call_soon(tell)
 
     def _begin(self) -> None:
         self._transfer.on_change = self._note_change
@@ -267,15 +276,6 @@ class BlockingSender(BlockingTransfer):
     def reclaim(self, *, with_announced: bool = False) -> None:
         """Fail the transfer unless decode needs its pages; see `kvflow.RoomSender.reclaim`. Does not block."""
         self._tell(partial(self._sender.reclaim, with_announced=with_announced))
-
-    def _tell(self, call: Callable[[], None]) -> None:
-        def tell() -> None:
-            with suppress(LocalProtocolError):  # it was refused, and has failed
-                call()
-
-        if self.outcome is Outcome.PENDING:
-            with suppress(LocalProtocolError):  # closing the rank also ends the transfer
-                self._rank._call_soon(tell)
 
     def result(self) -> None:
         """Return if every decode rank has received everything; raise otherwise.

@@ -37,26 +37,21 @@ them from a busy one."""
 
 
 def new_keys() -> tuple[str, str]:
-    """Create a key pair, and return the public and the secret key.
-
-    Raises:
-        ConfigError: This build of libzmq has no CURVE.
-    """
-    if not zmq.has("curve"):
-        raise ConfigError("this build of libzmq has no CURVE; install pyzmq from a wheel")
+    """Create a key pair, and return the public and the secret key."""
+    _check_curve()
     public, secret = zmq.curve_keypair()
     return z85.decode(public).hex(), z85.decode(secret).hex()
 
 
 def public_key_of(secret: str) -> str:
-    """Return the public key of a secret key.
+    """Return the public key of a secret key."""
+    _check_curve()
+    return z85.decode(zmq.curve_public(z85.encode(bytes.fromhex(secret)))).hex()
 
-    Raises:
-        ConfigError: As in `new_keys`.
-    """
+
+def _check_curve() -> None:
     if not zmq.has("curve"):
         raise ConfigError("this build of libzmq has no CURVE; install pyzmq from a wheel")
-    return z85.decode(zmq.curve_public(z85.encode(bytes.fromhex(secret)))).hex()
 
 
 def be_server(socket: ZmqSocket, trust: Trust) -> None:
@@ -75,24 +70,10 @@ def be_client(socket: ZmqSocket, trust: Trust, server: str) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server))
 
 
-class _Contexts:
-    """A pool of contexts for listeners."""
+_free_contexts: Final[list[Context]] = []
+"""Contexts of listeners that have been closed. A forked child has none of their threads."""
 
-    def __init__(self) -> None:
-        self._free: list[Context] = []
-        os.register_at_fork(after_in_child=self._forget)
-
-    def take_context(self) -> Context:
-        return self._free.pop() if self._free else new_context()
-
-    def give_back(self, context: Context) -> None:
-        self._free.append(context)
-
-    def _forget(self) -> None:
-        self._free = []
-
-
-_contexts: Final = _Contexts()
+os.register_at_fork(after_in_child=_free_contexts.clear)
 
 
 class ZapAuthenticator:
@@ -115,7 +96,7 @@ class ZapAuthenticator:
 
     def __init__(self, trust: Trust, on_refused: Callable[[str], None]) -> None:
         self.gate = KeyGate(trust)
-        self.context = _contexts.take_context()
+        self.context = _free_contexts.pop() if _free_contexts else new_context()
         self._on_refused = on_refused
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
@@ -139,7 +120,7 @@ class ZapAuthenticator:
         self._is_closed = True
         self._socket.unbind(ZAP_ADDRESS)  # synchronous, whereas libzmq closes sockets in the background
         self._inbox.close(0)
-        _contexts.give_back(self.context)
+        _free_contexts.append(self.context)
 
     def _answer(self, request: Frames) -> None:
         number = request[1] if len(request) > 1 else b""

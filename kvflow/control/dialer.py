@@ -225,7 +225,13 @@ class ZmqConnection:
         self._name = new_name()
         self._on_lost = on_lost
         self._on_refused = on_refused
-        self._callbacks = _Callbacks(on_message, self._made, self._failed, self._broken, self._tell_of_cut)
+        self._callbacks = _Callbacks(
+            on_message,
+            self._made,
+            self._failed,
+            self._broken,
+            lambda why: on_refused(f"connection was dropped: {why}"),
+        )
         self._keys = keys
         self._server = ""
         self._num_misfits = 0
@@ -313,9 +319,6 @@ class ZmqConnection:
         self._diagnose_later(DIAGNOSE_AFTER_S)
         self._redial_later(RECONNECT_MS)
         self._on_lost()
-
-    def _tell_of_cut(self, why: str) -> None:
-        self._on_refused(f"connection was dropped: {why}")
 
     # Obstacles -------------------------------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
                 await self._check_owner(contact, engine, peer, address)
                 incarnation = await contact(functools.partial(engine.read_incarnation, address))
                 if incarnation == address.incarnation:
-                    connect = functools.partial(_connect_line, peer=peer, engine=engine, session=address.session)
+                    connect = functools.partial(Agent.connect, peer=peer, engine=engine, session=address.session)
                     return await self._call(connect)
                 if incarnation is not None:
                     raise BackendError("a different process answers at the peer's address", session=address.session)
@@ -303,10 +303,6 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
             resource=engine if is_opening else None,
             on_abandoned=functools.partial(owner.submit, agent.close_unused),
         )
-
-
-def _connect_line(agent: Agent, *, peer: str, engine: WritingEngine, session: str) -> None:
-    agent.connect(peer, engine, session)
 
 
 def _is_in(endpoint: EndpointAddress, memory: RegisteredMemory | None, address: int) -> bool:
