@@ -36,15 +36,9 @@ HOSTS: Final = 1_024
 
 
 def split_address(setting: str, address: object) -> tuple[str, int]:
-    """Split `tcp://host:port`.
+    """Split `tcp://host:port`, with the brackets of an IPv6 address removed, or raise ConfigError with the setting.
 
     ZMQ accepts ports above 65535 and silently uses different ones; they are rejected here.
-
-    Returns:
-        The host, without brackets if it is an IPv6 address, and the port.
-
-    Raises:
-        ConfigError: The address does not have this form; the error names the setting.
     """
     match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or int(match[2]) > MAX_PORT:
@@ -64,11 +58,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def check_endpoint(setting: str, address: object) -> None:
-    """Check that an address can be connected to: no wildcard and not port 0.
-
-    Raises:
-        ConfigError: It is malformed or cannot be connected to; the error names the setting.
-    """
+    """Raise ConfigError, with the setting, unless an address can be connected to: no wildcard and not port 0."""
     host, port = split_address(setting, address)
     if port == 0 or _is_wildcard(host):
         raise ConfigError(
@@ -77,16 +67,7 @@ def check_endpoint(setting: str, address: object) -> None:
 
 
 def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
-    """Reject a non-loopback address if no trust is configured.
-
-    Args:
-        setting: Name for the error.
-        address: "tcp://host:port".
-        trust: None if it is not configured.
-
-    Raises:
-        ConfigError: The address is malformed, or other hosts can reach it. The error names the setting and the remedy.
-    """
+    """Raise ConfigError, with the setting and the remedy, for a non-loopback address if no trust is configured."""
     host, _ = split_address(setting, address)
     if trust is None and not _is_loopback(host):
         raise ConfigError(
@@ -140,14 +121,11 @@ class Endpoint:
 
 
 def check_bind(bind: object, advertise: object) -> None:
-    """Check that an address can be bound and that peers can reach it.
+    """Raise ConfigError unless an address can be bound, and peers can reach it.
 
     Args:
         bind: "tcp://host:port".
-        advertise: Host to give to peers, without a port; None for the host of `bind`.
-
-    Raises:
-        ConfigError: One of them is malformed, or `bind` is a wildcard and `advertise` is missing.
+        advertise: Host to give to peers, without a port; None for the host of `bind`, which then is no wildcard.
     """
     host, _ = split_address("bind", bind)
     if advertise is None:
@@ -158,11 +136,7 @@ def check_bind(bind: object, advertise: object) -> None:
 
 
 def check_host(setting: str, host: object) -> None:
-    """Check that a value is a host that peers can connect to.
-
-    Raises:
-        ConfigError: It is a wildcard, has a scheme or a port, or is not a host at all. The error names the setting.
-    """
+    """Raise ConfigError, with the setting, unless a value is a host: no wildcard, and without a scheme or a port."""
     if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
         raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
 

@@ -11,34 +11,23 @@ MAX_DURATION_S: Final = 86_400.0
 
 
 def check_type(setting: str, value: object, *kinds: type) -> None:
-    """Check the type of a setting.
-
-    Raises:
-        ConfigError: The type is wrong; the error names the setting.
-    """
+    """Raise ConfigError if a setting has the wrong type."""
     if not isinstance(value, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError("setting has the wrong type", setting=setting, value=value, wanted=wanted)
 
 
 def check_argument(argument: str, value: object, kind: type) -> None:
-    """Check the type of an argument. The error omits the value, which may be large (a layout or tensors).
-
-    Raises:
-        ConfigError: The type is wrong; the error names the argument and both types.
-    """
+    """Raise ConfigError if an argument has the wrong type, without its value, which may be a large layout or tensor."""
     if not isinstance(value, kind):
         found, wanted = type(value).__name__, kind.__name__
         raise ConfigError("argument has the wrong type", argument=argument, found=found, wanted=wanted)
 
 
 def check_duration(setting: str, value: object) -> float:
-    """Convert a positive number of seconds, at most a day (the limit in messages), to a float.
+    """Convert a positive number of seconds, at most a day (the limit in messages), to a float, or raise ConfigError.
 
     An int would become a float in a recording, and so make its replay differ.
-
-    Raises:
-        ConfigError: It is not; the error names the setting.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DURATION_S:
         raise ConfigError(
@@ -51,11 +40,7 @@ def check_duration(setting: str, value: object) -> float:
 
 
 def check_integer(setting: str, value: object, minimum: int, maximum: int) -> int:
-    """Convert an integer of any type within bounds to an int; a bool is rejected.
-
-    Raises:
-        ConfigError: The value is not an integer, or is out of range; the error names the setting.
-    """
+    """Convert an integer of any type but bool to an int, or raise ConfigError if it is none within the bounds."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

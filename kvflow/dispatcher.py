@@ -174,11 +174,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
 def open_recorder(
     path: str | os.PathLike[str] | None, me: PeerId, settings: PrefillSettings | DecodeSettings
 ) -> Iterator[Recorder | None]:
-    """Start to record a core with these settings in a file, if there is a path.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Start to record a core with these settings in a file, if there is a path; raise ConfigError if that fails."""
     if path is None:
         yield None
         return

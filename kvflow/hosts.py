@@ -19,13 +19,9 @@ def host_of(endpoint: str) -> str:
 
 
 async def host_towards(endpoint: str) -> str | None:
-    """Return this host's address on the route to an endpoint. Sends nothing.
+    """Return this host's address on the route to "tcp://host:port", without brackets. Sends nothing.
 
-    Args:
-        endpoint: "tcp://host:port".
-
-    Returns:
-        An IPv4 or IPv6 address without brackets; None if the host cannot be resolved or there is no route.
+    None if the host cannot be resolved or there is no route.
     """
     try:
         found = await anyio.getaddrinfo(host_of(endpoint), 1, type=socket.SOCK_DGRAM)
@@ -38,11 +34,7 @@ async def host_towards(endpoint: str) -> str | None:
 
 
 def is_own_address(address: bytes) -> bool:
-    """Return whether an IPv4 or IPv6 address belongs to this host, in its network namespace. True if unknown.
-
-    Args:
-        address: 4 or 16 bytes in network order.
-    """
+    """Return whether an address of 4 or 16 bytes belongs to this host, in its network namespace. True if unknown."""
     family = socket.AF_INET if len(address) == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -53,11 +45,7 @@ def is_own_address(address: bytes) -> bool:
 
 
 async def default_host(towards: Callable[[str], Awaitable[str | None]]) -> str | None:
-    """Return this host's address on the default route; None if there is no such route.
-
-    Args:
-        towards: `host_towards`, or a replacement.
-    """
+    """Return this host's address on the default route, by `host_towards` or a replacement; None if there is none."""
     for endpoint in ELSEWHERE:
         if (host := await towards(endpoint)) is not None:
             return host

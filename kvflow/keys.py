@@ -79,11 +79,7 @@ def load_trust(directory: str | os.PathLike[str]) -> Trust:
 
 
 def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
-    """Return new keys after checking that they may replace the current ones without a restart.
-
-    Args:
-        before: The current keys.
-        trust: The new keys; None to read the current keys' directory again.
+    """Return new keys, by default from the directory of the current ones, if they may replace these without a restart.
 
     Raises:
         ConfigError: The keys cannot be read, a list has become empty, or the change would switch between plain and
@@ -102,11 +98,10 @@ def renewed_trust(before: Trust, trust: Trust | None) -> Trust:
 
 
 def _read_again(before: Trust) -> Trust:
-    """Read the directory of the current keys again.
+    """Read the directory of the current keys again, and refuse lists that have become empty.
 
-    Raises:
-        ConfigError: The keys cannot be read, or a list has become empty. Such a list may be in the middle of being
-            replaced; and without registry keys, any listed key would be accepted as the registry's.
+    Such a list may be in the middle of being replaced; and without registry keys, any listed key would be accepted as
+    the registry's.
     """
     if before.directory is None:
         raise ConfigError("there is no key directory to reload; pass `trust`", setting="trust")
@@ -119,14 +114,7 @@ def _read_again(before: Trust) -> Trust:
 
 
 def make_keys(directory: str | os.PathLike[str]) -> str:
-    """Create a key pair in a directory, which is created if necessary.
-
-    Returns:
-        The public key.
-
-    Raises:
-        ConfigError: The directory already has keys, or the files cannot be written.
-    """
+    """Create a key pair in a directory, which is created if necessary and must have none; return the public key."""
     path = Path(directory)
     public, secret = new_keys()
     _make(path / SECRET, f"{secret}\n", SECRET_MODE)
@@ -135,33 +123,19 @@ def make_keys(directory: str | os.PathLike[str]) -> str:
 
 
 def make_capability_key(directory: str | os.PathLike[str]) -> None:
-    """Create a capability key, shared by the router and all prefill ranks.
-
-    Raises:
-        ConfigError: The directory already has one, or the file cannot be written.
-    """
+    """Create a capability key, shared by the router and all prefill ranks. The directory must have none."""
     _make(Path(directory) / CAPABILITY, f"{secrets.token_hex(SECRET_BYTES)}\n", SECRET_MODE)
 
 
 def make_ticket_key(directory: str | os.PathLike[str]) -> None:
-    """Create a ticket key, shared by all prefill and decode ranks of a deployment.
-
-    Raises:
-        ConfigError: The directory already has one, or the file cannot be written.
-    """
+    """Create a ticket key, shared by all prefill and decode ranks of a deployment. The directory must have none."""
     _make(Path(directory) / TICKET, f"{secrets.token_hex(SECRET_BYTES)}\n", SECRET_MODE)
 
 
 def add_peer(directory: str | os.PathLike[str], key: str, instance: str) -> None:
-    """Add an instance's public key to `peers`. The file is replaced atomically, so it may be read at any time.
+    """Add an instance's public key to `peers`; a trailing `*` of the name matches any suffix.
 
-    Args:
-        directory: Key directory.
-        key: 64 hexadecimal digits.
-        instance: Name of the instance. A trailing `*` matches any suffix.
-
-    Raises:
-        ConfigError: The key, the name or the file is malformed, or the file cannot be written.
+    The file is replaced atomically, so it may be read at any time.
     """
     peer = TrustedKey(key, instance)
     if instance != instance.strip():

@@ -172,10 +172,7 @@ class OpenTransfers(Generic[AnyTransfer]):
         return [self._record_of(key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined]
 
     def find_quarantined(self, which: RoomId | QuarantineRecord) -> list[RoomId]:
-        """Return the keys of a room's transfers in quarantine, or that of one record, to release them.
-
-        If there is none, raise LocalProtocolError.
-        """
+        """Return the keys of a room's transfers in quarantine, or of one record's; raise LocalProtocolError if none."""
         room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
         found = {key: it for key, it in self.by_key.items() if it.is_quarantined and it.room == room}
         if isinstance(which, QuarantineRecord):

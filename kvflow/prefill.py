@@ -299,11 +299,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             self._postpone(connection, unread)
 
     def _refuse_to_answer(self, connection: bytes, unread: Unread) -> None:
-        """Drop a message for a registry, because none is here.
-
-        Raises:
-            RemoteProtocolError: As in `_reject`.
-        """
+        """Drop a message for a registry, because none is here. Raises as `_reject`."""
         detail = f"{self.me.rank} does not answer for its instance: it has a registry"
         self._send(connection, Refuse(peer=self.me, to=None, detail=detail))
         self._anomalies.count(f"unexpected_{unread.kind.__struct_config__.tag}")
@@ -341,8 +337,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
     ) -> None:
         """Count a message that is malformed or dropped.
 
-        Raises:
-            RemoteProtocolError: The sender's limit is exceeded, and its connection must be closed.
+        Over the sender's limit, this raises RemoteProtocolError: its connection must be closed.
         """
         verdict = self._gate.reject(kind, connection, num_bytes, self._ports.now())
         peer, stage = self._core.peers.claimant(connection), Stage.BOOTSTRAP.value
@@ -351,8 +346,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
     def _postpone(self, connection: bytes, unread: Unread) -> None:
         """Count a message over a budget that honest peers repeat, for its connection only.
 
-        Raises:
-            RemoteProtocolError: It is far more than an honest peer repeats, and the connection must be closed.
+        Beyond what an honest peer repeats, this raises as `_reject`.
         """
         self._anomalies.carry_out(
             self._gate.reject("", connection, len(unread.data), self._ports.now(), is_repeated=True)

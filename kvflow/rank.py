@@ -309,11 +309,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
-        """Register a transfer and pass its opening event to the core. The transfer may have no pages yet.
+        """Register a transfer, with or without pages, and pass its opening event to the core.
 
         Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
-                changed.
+            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It was refused; nothing has changed.
         """
         self.check_open()
         transfer.begin(memory)

@@ -93,9 +93,7 @@ class ReceiveChecks:
     ) -> ReceiveRequest:
         """Check the arguments that do not depend on pages.
 
-        Raises:
-            ConfigError, LocalProtocolError, TicketError: As in `DecodeRank.receive`, except that a ticket may be for
-                another model or protocol version.
+        Raises as `DecodeRank.receive`, except that a ticket may be for another model or protocol version.
         """
         room, instance, ticket = self._check_reference(room, prefill)
         signed = "" if ticket is None else ticket.capability
@@ -115,11 +113,7 @@ class ReceiveChecks:
         return ReceiveRequest(opened, timeout_s, label, ticket)
 
     def timeout_of(self, timeout_s: float | None) -> float:
-        """Return the timeout of a transfer: this one, or the configured one if it is None.
-
-        Raises:
-            ConfigError: It is not a duration.
-        """
+        """Return the timeout of a transfer: this one, or the configured one if it is None."""
         return self._config.timeouts.transfer_s if timeout_s is None else check_duration("timeout_s", timeout_s)
 
     def check_wanted(
@@ -130,11 +124,7 @@ class ReceiveChecks:
         digest: bool | None,
         timeout_s: float | None,
     ) -> Wanted:
-        """Check the tokens and pages of a receive.
-
-        Raises:
-            PlanError, ConfigError: As in `receive`.
-        """
+        """Check the tokens and pages of a receive; raises PlanError or ConfigError, as that does."""
         digest = _check_digest(digest)
         parts, tables = self._parts(tokens, pages, digest=bool(digest))
         return Wanted(
@@ -174,11 +164,7 @@ class ReceiveChecks:
         return room, prefill, None
 
     def _admit(self, ticket: Ticket) -> None:
-        """Check that a ticket may be followed.
-
-        Raises:
-            TicketError: It is not signed as required, or its address is not allowed.
-        """
+        """Raise TicketError if a ticket may not be followed."""
         denial = ticket_denial(ticket, self._trust(), must_be_signed=self._config.needs_signed_tickets)
         if denial:
             raise TicketError("ticket is rejected", detail=denial, issuer=str(ticket.issuer), address=ticket.address)
@@ -208,11 +194,7 @@ class ReceiveChecks:
 
 
 def _check_capability(capability: object) -> str:
-    """Check that a capability can be sent.
-
-    Raises:
-        ConfigError: It is not an ASCII string within the maximum length.
-    """
+    """Raise ConfigError unless a capability is an ASCII string of at most the maximum length."""
     is_text = isinstance(capability, str) and len(capability) <= MAX_CAPABILITY and capability.isascii()
     if not is_text:
         raise ConfigError("capability must be a string from `make_capability`", capability=type(capability))
@@ -225,11 +207,7 @@ def _to_wire(table: PageTable) -> bytes:
 
 
 def _check_digest(digest: object) -> bool | None:
-    """Convert a bool of any type; None stays None.
-
-    Raises:
-        ConfigError: The value is neither.
-    """
+    """Convert a bool of any type, or None; raise ConfigError for anything else."""
     if digest is None:
         return None
     if not isinstance(digest, (bool, np.bool_)):

@@ -104,20 +104,12 @@ class RoomReceiver(Transfer):
         digest: bool | None = None,
         timeout_s: float | None = None,
     ) -> Wanted:
-        """Check the arguments of `grant`. Can be called from any thread.
-
-        Raises:
-            PlanError, ConfigError, LocalProtocolError: As in `grant`.
-        """
+        """Check the arguments of `grant`. Can be called from any thread."""
         self._check_announced()
         return self._rank.check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
 
     def take_pages(self, wanted: Wanted) -> None:
-        """Grant pages whose arguments have been checked.
-
-        Raises:
-            PagesInUse, CapacityExceeded, LocalProtocolError, TransferFailed: As in `grant`.
-        """
+        """Grant pages whose arguments have been checked."""
         self._check_begun()
         self._raise_if_failed()
         self._check_announced()

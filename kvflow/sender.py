@@ -144,11 +144,7 @@ class RoomSender(Transfer):
         await self.offer(finish_chunk(chunk, metadata, self.max_metadata_bytes))
 
     async def offer(self, chunk: Chunk) -> None:
-        """Send a chunk whose arguments have been checked; `chunk` and `finish` use this.
-
-        Raises:
-            LocalProtocolError, TransferFailed: As in `chunk`.
-        """
+        """Send a chunk whose arguments have been checked; `chunk` and `finish` use this."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         if not self.offer_nowait(chunk):
             line, num_quiesced = self._rank.line, self._num_quiesced
@@ -163,14 +159,7 @@ class RoomSender(Transfer):
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
     def offer_nowait(self, chunk: Chunk) -> bool:
-        """Send a chunk whose arguments have been checked, unless it has to wait for capacity.
-
-        Returns:
-            Whether it was offered.
-
-        Raises:
-            LocalProtocolError, TransferFailed: As in `chunk`.
-        """
+        """Send a chunk as `offer` does, unless it has to wait for capacity, and return whether it was sent."""
         self._check_begun()
         self._raise_if_failed()
         if self._is_quiescing:
@@ -222,11 +211,7 @@ class RoomSender(Transfer):
         return self.resume_at
 
     def quiesce_nowait(self) -> None:
-        """Start `quiesce` without waiting; `is_quiesced` becomes true when it is done.
-
-        Raises:
-            LocalProtocolError, TransferFailed: As in `quiesce`.
-        """
+        """Start `quiesce` without waiting; `is_quiesced` becomes true when it is done."""
         self._check_begun()
         self._raise_if_failed()
         if self.outcome is not Outcome.PENDING:  # by now, the room may belong to a later transfer in the core

@@ -22,11 +22,7 @@ class Standing:
         self._error: Exception | None = None
 
     def check_loop(self) -> None:
-        """Check that the call comes from the event loop and thread that the rank was opened on.
-
-        Raises:
-            LocalProtocolError: It does not.
-        """
+        """Raise LocalProtocolError unless the call comes from the event loop and thread that the rank was opened on."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -40,12 +36,7 @@ class Standing:
         return LocalProtocolError(message, rank=str(self.me.rank))
 
     def check_open(self) -> None:
-        """Check that the rank is open and that the call comes from its event loop.
-
-        Raises:
-            LocalProtocolError: The rank is not open, or the call comes from another event loop or thread.
-            RankBroken: The rank is broken.
-        """
+        """Check the loop, and that the rank is open; raises as `check_loop` and `check_usable`."""
         self.check_loop()
         self.check_usable()
 
@@ -55,12 +46,7 @@ class Standing:
         return self._is_open and self._error is None
 
     def check_usable(self) -> None:
-        """Check that the rank is open. Can be called from any thread.
-
-        Raises:
-            LocalProtocolError: The rank is not open.
-            RankBroken: The rank is broken.
-        """
+        """Raise RankBroken or LocalProtocolError unless the rank is open. Can be called from any thread."""
         if self._error is not None:
             raise RankBroken("rank has failed; close it and open another one") from self._error
         if not self._is_open:

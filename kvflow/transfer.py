@@ -33,11 +33,7 @@ MAX_LABEL = 256
 
 
 def check_room(room: object) -> RoomId:
-    """Convert an integer of any type, or a string, to a room.
-
-    Raises:
-        LocalProtocolError: The value is not a valid room.
-    """
+    """Convert an integer of any type, or a string, to a room; raise LocalProtocolError if it is no valid one."""
     checked = as_room(room)
     if checked is None:
         detail = f"an integer in 0 ... 2**63 - 1, or a string of 1 to {MAX_ROOM_BYTES} bytes of UTF-8"
@@ -46,11 +42,7 @@ def check_room(room: object) -> RoomId:
 
 
 def check_label(label: object) -> str | None:
-    """Check the label of a transfer, and return it.
-
-    Raises:
-        LocalProtocolError: It is neither a string of at most 256 characters nor None.
-    """
+    """Return a label; raise LocalProtocolError if it is neither a string of at most 256 characters nor None."""
     if label is None or (isinstance(label, str) and len(label) <= MAX_LABEL):
         return label
     raise LocalProtocolError(f"label must be a string of at most {MAX_LABEL} characters", label=label)
@@ -163,11 +155,7 @@ class Transfer(abc.ABC):
         self._safe.set()
 
     def begin(self, memory: Memory) -> None:
-        """Mark the transfer as started, with its pages HELD, or without pages.
-
-        Raises:
-            LocalProtocolError: It was already started; use a new transfer to retry.
-        """
+        """Mark the transfer as started, with its pages HELD, or without; raise LocalProtocolError if it already was."""
         if self._has_begun:
             raise LocalProtocolError("transfer can be entered only once; create a new one", room=self.room)
         self._has_begun = True
@@ -222,12 +210,7 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """Start the transfer, as entering the block does.
-
-        Raises:
-            LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: The transfer was refused; nothing has
-                changed.
-        """
+        """Start the transfer, as entering the block does. If it is refused, this raises, and nothing has changed."""
 
     def abort(self) -> None:
         """Abort the transfer, unless its outcome is already decided. Its pages may not be safe yet; check `memory`.
@@ -245,12 +228,7 @@ class Transfer(abc.ABC):
         """Report the abort to the core."""
 
     async def _wait_until_decided(self) -> None:
-        """Wait for the outcome.
-
-        Raises:
-            LocalProtocolError: The transfer was not entered, or this is the wrong event loop.
-            TransferFailed: It failed or was aborted.
-        """
+        """Wait for the outcome, and raise TransferFailed unless it is a success."""
         self._check_begun()
         await self._decided.wait()
         self._raise_if_failed()

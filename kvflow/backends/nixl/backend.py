@@ -7,8 +7,8 @@ Properties of the library determine the design:
 * A post may copy everything inline before it returns, and any call may block. The owner thread makes every call.
 * Errors are raised, never returned, and an error does not prove that the bytes have stopped: such a post is in doubt
   (`agent` describes for how long).
-* A write costs several calls besides its bytes, so small writes queued for one peer are joined, and their notices travel
-  together (`posts`).
+* A write costs several calls besides its bytes, so small writes queued for one peer are joined. Their notices travel
+  together, too (`posts`).
 * Releasing a running handle does not stop it, so handles are polled to the end and only then released.
 * Data that a process has written over TCP may land after its death, when the receiver next polls. Data copied on the
   same host does not, because the writer itself moves the bytes. Between processes on the same kernel, the kernel shows
