@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.logs import configure_logging
-    from kvflow.options import ReceiveOptions, SendOptions
     from kvflow.open_transfers import QuarantineRecord
+    from kvflow.options import ReceiveOptions, SendOptions
     from kvflow.prefill import PrefillRank
     from kvflow.receiver import Handover, RoomReceiver
     from kvflow.sender import RoomSender

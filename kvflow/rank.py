@@ -129,7 +129,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._loop_lag = Duration()
         self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
-            self._perform, self._give_up, lambda error: self._tasks.fail(error), self._ports.now, self._log
+            self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
         )
         self.request, self.dispatch = self._dispatcher.submit, self._dispatcher.dispatch
         self.now = self._ports.now
@@ -305,6 +305,9 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._loop_lag.add(lag_s)
         if not self._pulse.is_running:
             self._anomalies.note_hold(lag_s, "at least, as no transfer was open: ")
+
+    def _raise_at_exit(self, error: Exception) -> None:
+        self._tasks.fail(error)
 
     # Transfers ------------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,11 @@ async def test_cancelled_wait_goes_on_until_the_function_has_ended() -> None:
         may_end.wait()
         ended.append(True)
 
+    async def call() -> None:
+        await system_ports().run_in_thread(run)
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(system_ports().run_in_thread, run)
+        tasks.start_soon(call)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
         threading.Timer(0.01, may_end.set).start()
@@ -71,7 +74,7 @@ async def test_without_threads_the_function_is_not_called(monkeypatch: pytest.Mo
 
 
 async def test_no_more_functions_run_at_once_than_there_are_threads() -> None:
-    run = system_ports().run_in_thread
+    ports = system_ports()
     may_end = threading.Event()
     running: list[int] = []
 
@@ -79,9 +82,12 @@ async def test_no_more_functions_run_at_once_than_there_are_threads() -> None:
         running.append(1)
         may_end.wait()
 
+    async def call() -> None:
+        await ports.run_in_thread(wait)
+
     async with anyio.create_task_group() as tasks:
         for _ in range(MAX_THREADS + 10):
-            tasks.start_soon(run, wait)
+            tasks.start_soon(call)
         await until(lambda: len(running) == MAX_THREADS)
         await anyio.wait_all_tasks_blocked()
         assert len(running) == MAX_THREADS

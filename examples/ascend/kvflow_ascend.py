@@ -31,7 +31,7 @@ from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.agent import Agent
 from kvflow.backends.mooncake.backend import MooncakeBackend
 from kvflow.backends.mooncake.engine import WritingEngine
-from kvflow.backends.threads import start_thread
+from kvflow.backends.owner_thread import start_thread
 from kvflow.errors import BackendUnavailable, ConfigError, RegistrationError
 from kvflow.geometry.memory import MemoryRange
 from kvflow.observe.logs import get_logger

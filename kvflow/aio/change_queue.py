@@ -57,10 +57,9 @@ class ChangeQueue(Generic[Item]):
                 self._num_waiting -= 1
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while there are changes to take. It is owned by this object.
+        """Return a descriptor that is readable while there are changes to take; raise ValueError if it is closed.
 
-        Raises:
-            ValueError: It is closed.
+        It is owned by this object.
         """
         with self._condition:
             if self.is_closed:

@@ -57,11 +57,7 @@ class LoopThread:
 
     @property
     def portal(self) -> BlockingPortal:
-        """The portal that calls functions on the event loop.
-
-        Raises:
-            LocalProtocolError: The thread is not running.
-        """
+        """The portal that calls functions on the event loop; LocalProtocolError if the thread is not running."""
         if self._portal is None:
             raise LocalProtocolError("LoopThread must be entered before its ranks, and left after them")
         return self._portal

@@ -16,10 +16,6 @@ async def run_shielded(work: Coroutine[Any, Any, Result]) -> Result:
 
     anyio's shielded scopes block only anyio's own cancellation, not `asyncio.Task.cancel`, which `asyncio.timeout` and
     many servers use. So the work runs in its own task.
-
-    Raises:
-        CancelledError: The caller was cancelled; the work is done.
-        BaseException: Whatever the work raises.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -60,11 +60,7 @@ class OwnedTasks:
             self.start(self._raise_failure)
 
     async def close(self) -> None:
-        """Cancel every task and wait for them. Call it once, shielded from cancellation.
-
-        Raises:
-            BaseExceptionGroup: Tasks had failed.
-        """
+        """Cancel every task and wait for them. Call it once, shielded. Raises what tasks have raised."""
         self._group.cancel_scope.cancel()
         await asyncio.wait([self._host])
         self._host.result()

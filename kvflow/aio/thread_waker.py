@@ -38,10 +38,9 @@ class ThreadWaker:
             self._loop.add_reader(self._fd, self._answer)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the event loop, after all earlier ones. Can be called from any thread.
+        """Schedule a call on the event loop, after all earlier ones, or raise RuntimeError if that or this is closed.
 
-        Raises:
-            RuntimeError: The waker or the event loop is closed.
+        Can be called from any thread.
         """
         with self._lock:  # after closing, the descriptor number may belong to another file
             if self._is_closed or self._loop.is_closed():

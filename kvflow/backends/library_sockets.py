@@ -119,11 +119,7 @@ class LibrarySockets:
             return {}
 
     def listed(self) -> dict[int, int]:
-        """Return what `watched` does, for a proof that depends on them all.
-
-        Raises:
-            OSError: They cannot be listed now.
-        """
+        """Return what `watched` does, for a proof that depends on them all, or raise OSError."""
         if not self.epolls:
             raise OSError(errno.ENOTSUP, "the sockets of the library are not known")
         texts = [(DETAILS / str(epoll)).read_text("ascii") for epoll in self.epolls]

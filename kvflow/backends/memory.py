@@ -173,7 +173,10 @@ class MemoryBackend(Backend):
             left -= length
         if write.descriptors:
             self._writes.append(write)
-            return
+        else:
+            self._end_write(write, target, delivery)
+
+    def _end_write(self, write: "MemoryWrite", target: "MemoryBackend", delivery: EventDelivery) -> None:
         if write.notice:
             target.deliver(write.notice)
         delivery.deliver_soon([PostEnded(write.post_id, None)])

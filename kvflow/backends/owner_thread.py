@@ -32,7 +32,7 @@ from typing import Final, Protocol, TypeVar
 
 from kvflow.errors import BackendError, BackendUnavailable
 
-__all__ = ["OwnerThread", "PollIntervals", "Polled"]
+__all__ = ["OwnerThread", "PollIntervals", "Polled", "start_thread"]
 
 Result = TypeVar("Result")
 
@@ -112,13 +112,10 @@ class OwnerThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._barrier = _ExitBarrier(self._thread, lambda: self._put_command(_nothing))
         try:
-            self._thread.start()
-        except RuntimeError as error:
+            start_thread(self._thread)
+        except BackendUnavailable:
             self._barrier.cancel()
-            raise BackendUnavailable(
-                "cannot start a thread; raise the process limit (`ulimit -u`, or the container's pids limit)",
-                thread=name,
-            ) from error
+            raise
         _owners.add(self)
 
     def adopt(self, agent: Polled | None) -> None:
@@ -134,12 +131,9 @@ class OwnerThread:
             self._put_command(command)
 
     def run_now(self, command: Callable[[], None]) -> bool:
-        """Run a short command at once on the calling thread (the event loop's), unless the agent is in use.
+        """Run a short command at once on the calling thread (the event loop's), and return whether it was run.
 
-        An exception counts as a crash, as in `submit`.
-
-        Returns:
-            Whether the command was run. It is not run while other commands are waiting.
+        It is not while the agent is in use, or other commands are waiting. An exception counts as in `submit`.
         """
         if self.is_abandoned or self._unfinished or not self._in_use.acquire(blocking=False):
             return False
@@ -162,12 +156,9 @@ class OwnerThread:
         return self.run_now(self._poll) and self._found_at != before
 
     async def call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the thread, in order, and return its result or raise its exception.
+        """Run a function on the thread, in order, and return its result or raise its exception, after `check`.
 
         Cancelling the wait does not stop a function that has started.
-
-        Raises:
-            BackendError: This process was forked from the one that has the thread.
         """
         self.check()
         self._free()
@@ -198,11 +189,7 @@ class OwnerThread:
         self._thread.join()
 
     def check(self) -> None:
-        """Check that this process has the thread.
-
-        Raises:
-            BackendError: This process was forked from the one that has the thread.
-        """
+        """Raise BackendError if this process was forked from the one that has the thread."""
         if self.is_abandoned:
             raise BackendError("endpoint was opened before this process was forked; open another one here")
 
@@ -269,6 +256,17 @@ class OwnerThread:
         lull_s = LULL * min(self._gaps) - (now - self._found_at)
         pause_s = max(lull_s, PAUSE_PER_WAIT * (now - self._happened_at))
         return max(self._intervals.busy_s, min(pause_s, self._intervals.quiet_s))
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread, or raise BackendUnavailable if the system allows no more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            "cannot start a thread; raise the process limit (`ulimit -u`, or the container's pids limit)",
+            thread=thread.name,
+        ) from error
 
 
 def _pause_precisely() -> None:

@@ -21,11 +21,7 @@ def plugin_names() -> list[str]:
 
 
 def refuse_claims(name: str) -> None:
-    """Check that no distribution declares the name of a built-in backend.
-
-    Raises:
-        ConfigError: Some do; the error names them.
-    """
+    """Raise ConfigError, with the distributions, if some declare the name of a built-in backend."""
     claims = _claims(name)
     if claims:
         raise ConfigError(
@@ -37,10 +33,6 @@ def refuse_claims(name: str) -> None:
 
 def load_plugin(name: str, *, built_in: Collection[str]) -> type[Backend]:
     """Import the backend that a distribution declares under a name.
-
-    Args:
-        name: As in the settings.
-        built_in: Built-in names, for the error.
 
     Raises:
         ConfigError: No distribution declares the name, or several do.

@@ -11,6 +11,8 @@ live processes are dry between two writes.
 If the other process is on another host or in another network namespace, its end of the connection is not visible. Two
 processes with the same `kernel_domain` see both ends of every connection between them.
 
+If the kernel does not show what a function needs, that raises OSError.
+
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
 destination, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is
 handled before the call that read it returns.
@@ -103,11 +105,7 @@ class Row:
 
 
 def kernel_domain() -> str:
-    """Identify the running kernel and this process's network namespace, for comparison with other processes.
-
-    Raises:
-        OSError: The kernel does not show them.
-    """
+    """Identify the running kernel and this process's network namespace, for comparison with other processes."""
     network = NETWORK.stat()
     return f"{BOOT.read_text('ascii').strip()}/{network.st_dev}:{network.st_ino}"
 
@@ -140,11 +138,7 @@ class Elsewhere:
 
 
 def domain_of_host() -> bytes:
-    """Return this process's `kernel_domain` and the addresses of its host, see `Backend.domain`.
-
-    Raises:
-        OSError: The kernel does not show them.
-    """
+    """Return this process's `kernel_domain` and the addresses of its host, see `Backend.domain`."""
     hosts = ",".join(sorted(host.hex() for host in host_addresses()))
     domain = f"{kernel_domain()} {hosts}".encode()
     return domain if len(domain) <= MAX_DOMAIN_BYTES else kernel_domain().encode()
@@ -164,11 +158,7 @@ def hosts_of(domain: bytes) -> frozenset[bytes]:
 
 
 def host_addresses() -> frozenset[bytes]:
-    """Return the addresses of this host in its network namespace, in network byte order, without loopback.
-
-    Raises:
-        OSError: The kernel does not show them.
-    """
+    """Return the addresses of this host in its network namespace, in network byte order, without loopback."""
     lines = FIB.read_text("ascii").splitlines()
     found = [
         bytes(map(int, before.split()[-1].split("."))) for before, line in pairwise(lines) if "/32 host LOCAL" in line
@@ -187,9 +177,6 @@ class Connections:
         of_domain: Take only connections with processes of the same `kernel_domain`, whichever side opened them. Unread
             ends of file are then ignored, because an engine may keep such connections for long.
         elsewhere: Take only these connections, of those whose far ends cannot be seen.
-
-    Raises:
-        OSError: The kernel does not show the connections.
     """
 
     def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
@@ -216,11 +203,7 @@ class Connections:
         self._wet = mine
 
     def are_dry(self) -> bool:
-        """Check again, and return whether each connection has been dry since the first check. Takes milliseconds.
-
-        Raises:
-            OSError: As above.
-        """
+        """Check again, and return whether each connection has been dry since the first check. Takes milliseconds."""
         far = {row.ends: row.num_unsent for row in _rows()}
         rows = _rows()  # read after the far ends, so data that left them has arrived here
         near = {row.ends: row for row in rows}
@@ -251,27 +234,13 @@ def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> boo
 
 
 def listening_ports() -> frozenset[int]:
-    """Return the ports on which this process listens.
-
-    Raises:
-        OSError: The kernel does not show them.
-    """
+    """Return the ports on which this process listens."""
     sockets = _sockets()
     return frozenset(int(_port(row.ends[0]), 16) for row in _rows() if row.state == LISTENS and row.inode in sockets)
 
 
 def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:
-    """Return the remote ends of connections of this process, including those being opened.
-
-    Args:
-        inodes: Inodes of their sockets.
-
-    Returns:
-        Address and port of the listed connections, by inode.
-
-    Raises:
-        OSError: The kernel does not show them.
-    """
+    """Return the remote address and port of connections of this process, also of those being opened, by inode."""
     return {
         row.inode: (address_of(_host(row.ends[1])), int(_port(row.ends[1]), 16))
         for row in _rows()
@@ -287,11 +256,7 @@ def _rows() -> list[Row]:
 
 
 def _asked_for(family: socket.AddressFamily) -> Iterator[Row]:
-    """Ask the kernel for the TCP sockets of a family by sock_diag(7).
-
-    Raises:
-        OSError: It does not answer.
-    """
+    """Ask the kernel for the TCP sockets of a family by sock_diag(7)."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG) as kernel:
         request = SOCK_DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, LISTED_STATES)
         header = NETLINK_HEADER.pack(NETLINK_HEADER.size + len(request), SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST, 0, 0)

@@ -230,11 +230,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
 
     @property
     def _opened(self) -> AnyRank:
-        """The async rank; still available after closing.
-
-        Raises:
-            LocalProtocolError: The rank was not opened.
-        """
+        """The async rank; still available after closing."""
         if self._rank is None:
             raise LocalProtocolError("rank is not open")
         return self._rank
@@ -262,11 +258,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
             raise LocalProtocolError("rank is not open")
 
     def _call_soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the event loop, after all earlier ones.
-
-        Raises:
-            LocalProtocolError: The rank is closed, or its event loop has ended.
-        """
+        """Schedule a call on the event loop, after all earlier ones; raise LocalProtocolError if the rank is closed."""
         self._check_open()
         try:
             self._waker.call_soon(call)

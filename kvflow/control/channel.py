@@ -123,11 +123,7 @@ class ZmqListener:
         ports.add(self._port_fd)
 
     def _open(self) -> None:
-        """Create the socket and start to accept connections.
-
-        Raises:
-            zmq.ZMQError: The socket cannot be created or bound. Only the descriptors of the port are left open.
-        """
+        """Create the socket and start to accept connections. If this raises, only the port's descriptors are open."""
         context = None if self._authenticator is None else self._authenticator.context
         with ExitStack() as stack:
             self._socket = sockets.make(zmq.ROUTER, context)
@@ -186,11 +182,7 @@ class ZmqListener:
         descriptors.refill()
 
     def _look_for_leftovers(self, num_bytes: int) -> None:
-        """After a connection has ended, find out whether what it has left is read soon.
-
-        Args:
-            num_bytes: What it has left at least.
-        """
+        """After a connection has ended, find out whether what it has left, at least `num_bytes`, is read soon."""
         if not self._is_paused and self._inbox.has_messages():
             if num_bytes > MUCH_BYTES:
                 self._stop_accepting()
@@ -234,11 +226,7 @@ class ZmqListener:
         self._inbox.close()
 
     def send(self, connection: bytes, payload: bytes) -> None:
-        """Queue a message for one connection.
-
-        Raises:
-            Unreachable: That connection is gone, or its queue is full, or the listener is closed.
-        """
+        """Queue a message for one connection, see `kvflow.ports.Listener.send`."""
         route = self._routes.find(connection)
         if route is None:
             raise Unreachable("peer is not connected")
@@ -260,11 +248,7 @@ class ZmqListener:
         return "" if route is None else self._tcp.peer_host(route.fd)
 
     def renew(self, trust: Trust) -> None:
-        """Use these keys from now on, see `kvflow.ports.Listener.renew`.
-
-        Raises:
-            ConfigError: Authentication cannot be turned on or off while the listener is open.
-        """
+        """Use these keys from now on, see `kvflow.ports.Listener.renew`."""
         if self._authenticator is None or trust.is_plain:
             if trust.is_plain is not self._trust.is_plain:
                 raise ConfigError("listener cannot switch between plain transport and keys while it is open")
@@ -291,11 +275,7 @@ class ZmqListener:
             self._loop.call_later(RECONNECT_MAX_MS / 1e3, self._open_anew)
 
     def _receive(self) -> Frames:
-        """Read the next message, with the name of its connection in place of the routing id.
-
-        Raises:
-            zmq.Again: There is no message.
-        """
+        """Read the next message, with the name of its connection in place of the routing id, or raise zmq.Again."""
         frames = self._intake.receive()
         self._sender = frames[0]
         routing_id, *parts = [frame.bytes for frame in frames]
@@ -328,11 +308,9 @@ class ZmqListener:
             self._on_refused("key_refused", "a connection ended before its first message: no key, or another one")
 
     def close(self, *, keep_port: bool = False) -> None:
-        """Close the listener.
+        """Close the listener, see `kvflow.ports.Listener.close`.
 
-        Args:
-            keep_port: Keep the port open until this process ends: no other process can bind it, and the host goes on
-                completing connections to it, which nobody accepts.
+        The host goes on completing connections to a port that is kept, which nobody accepts.
         """
         if self._is_closed:
             return
@@ -352,11 +330,7 @@ class ZmqControl:
     host_towards = staticmethod(host_towards)
 
     def reserve(self) -> None:
-        """Start libzmq's threads, and fill the reserve of descriptors.
-
-        Raises:
-            Shortage: This process cannot have them.
-        """
+        """Start libzmq's threads, and fill the reserve of descriptors, or raise a Shortage."""
         sockets.start()
         descriptors.fill()
 
@@ -364,9 +338,6 @@ class ZmqControl:
         """Return whether the host refuses connections to an address.
 
         No answer counts as False: the host may be down or unreachable, or the process may hang.
-
-        Raises:
-            ConfigError: The address is malformed.
         """
         host, port = split_address("endpoint", endpoint)
         with anyio.move_on_after(timeout_s):
@@ -388,11 +359,9 @@ def _is_refusal(cause: BaseException | None) -> bool:
 
 
 def _bind(host: str, port: int) -> tuple[int, int, str, int]:
-    """Bind and listen.
+    """Bind and listen. Return the descriptor for libzmq, and one that keeps the port; the host as a number; the port.
 
-    Returns:
-        Two descriptors that are closed on exec, one for libzmq and one that keeps the port; the bound host as a numeric
-        address; the port.
+    Both descriptors are closed on exec.
     """
     if host == "*":
         is_dual = socket.has_dualstack_ipv6()

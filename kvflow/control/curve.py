@@ -89,9 +89,6 @@ class ZapAuthenticator:
     Attributes:
         context: Context for the listener's socket.
         gate: Decides which keys may connect.
-
-    Raises:
-        zmq.ZMQError: This process has no file descriptors left.
     """
 
     def __init__(self, trust: Trust, on_refused: Callable[[str], None]) -> None:

@@ -45,12 +45,7 @@ class Diagnosis(NamedTuple):
 
 
 async def diagnose(endpoint: str, *, is_encrypted: bool) -> Diagnosis:
-    """Return why a connection to a listener is not made.
-
-    Args:
-        endpoint: "tcp://host:port".
-        is_encrypted: Whether this process uses keys.
-    """
+    """Return why a connection to a listener is not made by this process, which uses keys or not."""
     host, port = split_address("endpoint", endpoint)
     try:
         async with asyncio.timeout(CONNECT_S):

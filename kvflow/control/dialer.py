@@ -106,15 +106,12 @@ class _DialedSocket:
     Args:
         zmq_socket: An unconnected DEALER. The line owns and closes it, even if the constructor fails.
         monitor: Receives the socket's events. The line owns and closes it, too.
-        endpoint: Address to connect to.
+        endpoint: Address to connect to; libzmq may reject it, or have no resources left.
         callbacks: Called when something happens.
         is_encrypted: Whether the socket has keys.
 
     Attributes:
         is_made: Whether the connection is established.
-
-    Raises:
-        zmq.ZMQError: libzmq rejects the address, or has no resources left.
     """
 
     def __init__(
@@ -139,11 +136,7 @@ class _DialedSocket:
             raise
 
     def send(self, payload: bytes) -> None:
-        """Queue a message.
-
-        Raises:
-            Unreachable: The queue is full, or the connection has broken.
-        """
+        """Queue a message, or raise Unreachable if the queue is full or the connection has broken."""
         if not self._intake.may_send(self._fd):
             raise Unreachable("queue to the peer is full", endpoint=self._endpoint)
         try:
@@ -255,11 +248,7 @@ class ZmqConnection:
             raise ConfigError("address cannot be used", endpoint=endpoint, detail=str(error)) from error
 
     def send(self, payload: bytes) -> None:
-        """Queue a message, even while disconnected.
-
-        Raises:
-            Unreachable: The queue is full, or the connection is closed.
-        """
+        """Queue a message, even while disconnected, see `kvflow.ports.Connection.send`."""
         if self._is_closed:
             raise Unreachable("connection is closed", endpoint=self._endpoint)
         if self._line is not None and self._line.is_made:
@@ -403,12 +392,7 @@ class ZmqConnection:
             self._redial_later(RECONNECT_MAX_MS)
 
     def _begin(self) -> None:
-        """Start to connect, or to resolve the host name.
-
-        Raises:
-            Shortage: This process has no descriptors left.
-            zmq.ZMQError: As in `_dial`.
-        """
+        """Start to connect, or to resolve the host name. Raises as `_dial`."""
         descriptors.draw(DESCRIPTORS)
         if self._keys is not None and not self._keys.servers:
             self._loop.call_soon(self._refuse_unlisted)
@@ -455,12 +439,6 @@ class ZmqConnection:
         self._line = _DialedSocket(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
 
     def _make_sockets(self) -> tuple[ZmqSocket, ZmqSocket]:
-        """Create a socket and its monitor.
-
-        Raises:
-            Shortage: This process has no descriptors left.
-            zmq.ZMQError: libzmq has no sockets left.
-        """
         with ExitStack() as stack:
             try:
                 made = sockets.make(zmq.DEALER)
@@ -475,7 +453,6 @@ class ZmqConnection:
 
 
 def _families(host: str) -> set[int]:
-    """Return the address families of a host name."""
     return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
 
 

@@ -96,10 +96,8 @@ class Intake:
     def receive(self) -> list[zmq.Frame]:
         """Read the next message: one part, preceded by a routing id if the socket is a ROUTER.
 
-        If the message has further parts, the second one is included and the others are dropped.
-
-        Raises:
-            zmq.Again: There is no message, or `DROPPED_AT_ONCE` message parts were dropped.
+        If the message has further parts, the second one is included and the others are dropped. If there is no message,
+        or `DROPPED_AT_ONCE` message parts were dropped, raise zmq.Again.
         """
         for _ in range(DROPPED_AT_ONCE):
             frames = self._read_message()
@@ -108,11 +106,7 @@ class Intake:
         raise zmq.Again
 
     def _read_message(self) -> list[zmq.Frame]:
-        """Read a message; empty if a part of a message was dropped.
-
-        Raises:
-            zmq.Again: There is no message.
-        """
+        """Read a message; empty if a part of a message was dropped. If there is none, raise zmq.Again."""
         try:
             frame = self._socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
@@ -195,8 +189,7 @@ class Intake:
     def forget(self, fd: int) -> int:
         """Stop watching a connection, which has ended. What it has sent still counts until it is read.
 
-        Returns:
-            How many bytes of it are unread, as far as known.
+        Return how many bytes of it are unread, as far as known.
         """
         name = self._owners.pop(fd, None)
         if fd in self.unread.num_read and name is None:

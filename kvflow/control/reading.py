@@ -44,11 +44,7 @@ class ReadingContext:
     turn: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1), kw_only=True)
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function in a worker thread, or on the event loop if no thread can be started.
-
-        Raises:
-            BaseException: Any exception of the function.
-        """
+        """Call a function in a worker thread, or on the event loop if no thread can be started."""
         result: Awaitable[Result] = self.ports.run_in_thread(function)
         try:
             return await result
@@ -87,10 +83,9 @@ class OrderedReading(Generic[Read]):
         self._lines: dict[str, QueuedMessages] = {}
 
     def parse_message(self, connection: bytes, unread: Unread) -> bool:
-        """Parse a message, now or later. Exceptions of the callbacks propagate if it is parsed now.
+        """Parse a message, now or later; return False if it is dropped, because too many are queued.
 
-        Returns:
-            False if it is dropped, because too many are queued.
+        Exceptions of the callbacks propagate if it is parsed now.
         """
         if not self._lines and not unread.is_long:  # the common case
             self._read(connection, unread)

@@ -43,12 +43,7 @@ def name_in(frame: zmq.Frame) -> bytes:
 
 
 class LatestConnection(NamedTuple):
-    """One connection.
-
-    Attributes:
-        routing_id: Its routing id at the ROUTER.
-        fd: Its file descriptor.
-    """
+    """A connection, by its routing id at the ROUTER and its file descriptor."""
 
     routing_id: bytes
     fd: int

@@ -89,10 +89,8 @@ ZERO_COPY_RECV: Final = 10
 def new_context() -> Context:
     """Create a context with the highest possible limit on its sockets, and start its threads.
 
-    libzmq starts them with the first socket, and aborts the process if it cannot.
-
-    Raises:
-        Shortage: This process lacks descriptors or threads.
+    libzmq starts them with the first socket, and aborts the process if it cannot. So if this process lacks descriptors
+    or threads, this raises a Shortage.
     """
     descriptors.draw(CONTEXT_DESCRIPTORS)
     check_threads(CONTEXT_THREADS)
@@ -139,26 +137,13 @@ class Sockets:
         os.register_at_fork(after_in_child=self._forget)
 
     def start(self) -> Context:
-        """Return the shared context, with its threads running.
-
-        Raises:
-            Shortage: As in `new_context`.
-        """
+        """Return the shared context, with its threads running, or raise a Shortage, as `new_context`."""
         with self._starting:
             self._context = self._context or new_context()
             return self._context
 
     def make(self, kind: int, context: Context | None = None) -> ZmqSocket:
-        """Create an unconnected socket.
-
-        Args:
-            kind: ZMQ socket type.
-            context: Context of the socket; by default the one that this object shares among its sockets.
-
-        Raises:
-            zmq.ZMQError: This process has no file descriptors left.
-            Shortage: As in `start`.
-        """
+        """Create an unconnected socket, by default in the shared context. Without descriptors, raise zmq.ZMQError."""
         with _seeded():
             made = (context or self.start()).socket(kind)
         # HEARTBEAT_TTL stays 0: libzmq would keep a timer for each connection of a listener, and stopping one takes as
@@ -180,16 +165,7 @@ class Sockets:
         return made
 
     def make_monitor(self, watched: ZmqSocket, events: int, context: Context | None = None) -> ZmqSocket:
-        """Create a socket that receives the connection events of another socket.
-
-        Args:
-            watched: The socket to monitor.
-            events: Mask of ZMQ events.
-            context: Context of `watched`.
-
-        Raises:
-            zmq.ZMQError: This process has no file descriptors left.
-        """
+        """Create a socket, as `make` does, that receives the connection events of another one in this context."""
         name = f"inproc://kvflow-monitor-{next(self._names)}"
         watched.monitor(name, events)
         monitor = self.make(zmq.PAIR, context)
@@ -310,7 +286,6 @@ class Inbox:
         return not self.is_closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN)
 
     def _take_some(self) -> None:
-        """Read up to `MESSAGES_AT_ONCE` messages."""
         for _ in range(MESSAGES_AT_ONCE):
             if self.is_closed:
                 return
@@ -337,16 +312,7 @@ class Inbox:
 
 
 def send(zmq_socket: ZmqSocket, frames: Frames, **values: object) -> None:
-    """Queue a message.
-
-    Args:
-        zmq_socket: The socket to send with.
-        frames: Parts of the message.
-        values: Context for the error.
-
-    Raises:
-        Unreachable: The queue is full, or the peer is not connected.
-    """
+    """Queue a message; raise Unreachable, with these values, if the queue is full or the peer is not connected."""
     try:
         for frame in frames[:-1]:
             zmq_socket.send(frame, NOBLOCK_MORE)

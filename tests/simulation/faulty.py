@@ -447,7 +447,7 @@ def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
     original = shared.SharedBackend.leave
 
     async def leave(self: shared.SharedBackend, member: shared.RankEndpoint) -> None:
-        if len(self._members) > 1 and member._running:
+        if len(self.members) > 1 and member._running:
             member.forward_events(
                 [PostEnded(post_id, "stopped by closing the endpoint") for post_id in member._running]
             )
@@ -457,7 +457,7 @@ def ranks_that_leave_end_writes_that_go_on(patch: Patch) -> None:
 
 
 def notices_go_to_any_rank_of_an_endpoint(patch: Patch) -> None:
-    patch.setattr(shared.SharedBackend, "_readers", lambda self: list(self._members)[:1])
+    patch.setattr(shared.SharedBackend, "_readers", lambda self: list(self.members)[:1])
 
 
 def announcements_keep_no_pages(patch: Patch) -> None:

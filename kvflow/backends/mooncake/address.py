@@ -45,11 +45,7 @@ class EndpointAddress(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes, *, agent: str, protocol: str) -> "EndpointAddress":
-        """Decode and check a peer's address.
-
-        Raises:
-            BackendError: It is malformed, or belongs to another agent or protocol.
-        """
+        """Decode a peer's address; raise BackendError if it is malformed, or of another agent or protocol."""
         try:
             address = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -77,11 +73,7 @@ class IncarnationCell:
         self.num_bytes = int(self._memory.nbytes)
 
     def take_slot(self) -> int:
-        """Reserve `INCARNATION_BYTES` bytes to read into, and return their address.
-
-        Raises:
-            BackendError: All slots are in use.
-        """
+        """Reserve `INCARNATION_BYTES` bytes to read into, and return their address; raise BackendError if all are."""
         with self._lock:
             if not self._free:
                 raise BackendError("too many peers are connecting at the same time", at_once=NUM_SLOTS - 1)

@@ -87,11 +87,7 @@ class Agent:
         self.address = EndpointAddress(name, protocol, self._target.session, cell.incarnation, cell.address)
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory with every engine, and return the address of this endpoint.
-
-        Raises:
-            RegistrationError: The library refused.
-        """
+        """Register memory with every engine, and return the address of this endpoint."""
         for engine in self._engines:
             engine.register(memory.ranges)
         self._ranges += memory.ranges

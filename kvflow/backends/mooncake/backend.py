@@ -89,11 +89,7 @@ MAX_WINDOW: Final = 1024
 
 @dataclasses.dataclass(eq=False)
 class _MooncakePeer(ConnectedPeer):
-    """A connected peer.
-
-    Attributes:
-        address: The address of its endpoint.
-    """
+    """A connected peer, with the address of its endpoint."""
 
     address: EndpointAddress
 
@@ -217,11 +213,7 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
         return self._settings.protocol == "tcp"
 
     async def _reach(self, principal: str, peer: str, address: EndpointAddress) -> None:
-        """Open the connection to a peer through an engine that can write to it.
-
-        Raises:
-            BackendError: The peer cannot be reached, or another process answers at its address.
-        """
+        """Open the connection to a peer through an engine that can write to it."""
         worn_out = await self._call(lambda agent: agent.engine_in_use(peer))
         for _ in range(ENGINES_TO_TRY):
             async with self._borrowed_sender(principal, worn_out) as engine:
@@ -248,8 +240,7 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
     ) -> None:
         """Reject the session of another endpoint, or of this one under another name (it may have several addresses).
 
-        Raises:
-            BackendError: The incarnation of another endpoint can be read over this session.
+        It is another's if the incarnation of that one can be read over it.
         """
         own = await self._call(lambda agent: agent.address)
         if peer == own.agent and address == own:
@@ -285,10 +276,8 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
     ) -> Result:
         """Run a function that calls a peer through an engine in a thread. It continues if the caller gives up.
 
-        An engine opens one session at a time, because of its lock; further ones wait without a thread.
-
-        Raises:
-            BackendError: The function failed, or this backend was closed before it began.
+        An engine opens one session at a time, because of its lock; further ones wait without a thread. If this backend
+        is closed before the function begins, this raises BackendError.
         """
         owner, agent = self._running()
 

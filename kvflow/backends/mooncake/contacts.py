@@ -89,11 +89,7 @@ class _Call(Generic[Result]):
         self._is_abandoned = False
 
     def run(self) -> Result:
-        """Call the function. Called in the thread.
-
-        Raises:
-            BackendError: The caller has given up already.
-        """
+        """Call the function in the thread; raise BackendError if the caller has given up already."""
         with self._lock:
             if self._is_abandoned:
                 raise BackendError("peer was given up before it was contacted")

@@ -108,38 +108,24 @@ class WritingEngine(abc.ABC):
 
     @abc.abstractmethod
     def register(self, ranges: Sequence[MemoryRange]) -> None:
-        """Make memory readable and writable for peers.
-
-        Raises:
-            RegistrationError: The library refused; nothing is registered.
-        """
+        """Make memory readable and writable for peers; if the library refuses, register nothing."""
 
     @abc.abstractmethod
     def probe(self, address: EndpointAddress) -> None:
-        """Check that a process answers at a peer's address. May block for a minute.
-
-        Raises:
-            BackendError: None does, or this engine is closed.
-        """
+        """Raise BackendError if no process answers at a peer's address, or this is closed. May block for a minute."""
 
     @abc.abstractmethod
     def open_session(self, session: str) -> bool:
         """Ask a peer where its memory is, unless that is known. Return False on failure. May block for a minute.
 
-        Meanwhile `submit` would block, too.
-
-        Raises:
-            BackendError: This engine is closed.
+        Meanwhile `submit` would block, too. If this engine is closed, raise BackendError.
         """
 
     @abc.abstractmethod
     def read_incarnation(self, address: EndpointAddress) -> bytes | None:
         """Read the incarnation of the process that now serves a peer's memory; None on failure. May block for seconds.
 
-        Its session must be open.
-
-        Raises:
-            BackendError: This engine is closed.
+        Its session must be open. If this engine is closed, raise BackendError.
         """
 
     @abc.abstractmethod
@@ -159,11 +145,7 @@ class WritingEngine(abc.ABC):
 
 
 class MooncakeEngine(WritingEngine):
-    """A Mooncake TransferEngine. It keeps connections to departed peers open.
-
-    Raises:
-        BackendUnavailable: It could not be started.
-    """
+    """A Mooncake TransferEngine. It keeps connections to departed peers open."""
 
     def __init__(self, library: Library, settings: EngineSettings, cell: IncarnationCell) -> None:
         super().__init__()
