@@ -30,8 +30,6 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         perform: Carries out an effect. What it raises breaks the rank.
         on_broken: Called once, with what has broken the rank.
         raise_at_exit: Called with an exception that the rank's exit has to raise.
-        now: Returns monotonic seconds.
-        log: Logger of the rank.
 
     Attributes:
         is_over: Drop events from now on.
@@ -62,13 +60,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
     def start(
         self, core: Callable[[AnyEvent, float], Sequence[AnyEffect]], alarm: Alarm, recorder: Recorder | None
     ) -> None:
-        """Accept events from now on.
-
-        Args:
-            core: Handles an event at a time, and returns the effects.
-            alarm: Follows the deadlines of the core.
-            recorder: Records the events, if any.
-        """
+        """Accept events from now on, for a core with this alarm, and record them if there is a recorder."""
         self._core, self._alarm, self._recorder = core, alarm, recorder
         self._handle = core if recorder is None else self._handle_and_record
 

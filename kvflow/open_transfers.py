@@ -71,10 +71,6 @@ class QuarantineView(Protocol):
 class OpenTransfers(Generic[AnyTransfer]):
     """The transfers of a rank by their keys, until nothing more can happen to them. Used on one event loop.
 
-    Args:
-        layout: Layout of the pools.
-        log: Logger of the rank.
-
     Attributes:
         by_key: The transfers.
         num_unsettled: How many have no outcome yet, or pages that are neither safe nor in quarantine.

@@ -93,14 +93,7 @@ class Core(QuarantineView, Protocol[Event_contra, Effect_co]):
 
 
 class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
-    """Base class of both ranks. Use it as an async context manager.
-
-    Args:
-        config: Settings.
-        layout: Memory to send from or receive into; it must stay allocated until the rank is closed.
-        backend: A transport to use instead of the configured one.
-        ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
-    """
+    """Base class of both ranks, which document its arguments."""
 
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
 

@@ -62,8 +62,6 @@ class ReceiveChecks:
     """Checks what an engine passes to a decode rank. Changes nothing, and can be used from any thread.
 
     Args:
-        config: Settings of the rank.
-        layout: Its pools.
         trust: Returns the keys in force.
         footprint: Returns the number of pages and bytes that page tables occupy in the pools.
     """

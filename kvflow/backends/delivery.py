@@ -17,8 +17,6 @@ class EventDelivery:
     Events are collected until the event loop runs, and are then delivered together. Create it on that event loop.
 
     Args:
-        on_events: As in `Backend.open`.
-        on_broken: As in `Backend.open`.
         call_soon: Schedules a call on the event loop from any thread; `call_soon_threadsafe` by default.
     """
 

@@ -43,8 +43,6 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
     """Waits for last bytes: on this kernel until connections are dry, else until they are closed and read.
 
     Args:
-        intervals: As in `OwnerBackend`.
-        close_timeout_s: As in `OwnerBackend`.
         of_domain: On this kernel, check only connections with its own processes; see `Connections`.
     """
 
@@ -95,16 +93,10 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
 
 
 def find_elsewhere(agent: TcpAgent, *, domain: bytes, ends: Collection[bytes]) -> Elsewhere:
-    """Return the connections of a library with a process of another kernel or network namespace.
+    """Return the connections of a library with a process of another kernel or network namespace, without these `ends`.
 
-    Args:
-        agent: The agent of the library.
-        domain: The `domain_of_host` of the process. Its addresses are used only if one of them has been seen here:
-            otherwise another address stands for them, such as that of a NAT.
-        ends: Remote ends of connections that need not end. They are not copied.
-
-    Raises:
-        OSError: They cannot be listed, for example because there is no free descriptor.
+    The addresses of its `domain_of_host` are used only if one of them has been seen here: otherwise another address
+    stands for them, such as that of a NAT. If the connections cannot be listed, this raises OSError.
     """
     found = agent.look_at_sockets()
     seen, hosts = {host for sockets in found for host in sockets.hosts}, hosts_of(domain)
@@ -166,11 +158,7 @@ class SocketDrainCheck:
 
 
 async def _look(look: Callable[[], Result]) -> Result:
-    """Call a function that reads the kernel's tables in a thread; raise a Shortage if there is none, or no descriptor.
-
-    Raises:
-        OSError: Any other error.
-    """
+    """Call a function that reads the kernel's tables in a thread; raise a Shortage without thread or descriptor."""
     try:
         return await run_in_thread(look)
     except OSError as error:

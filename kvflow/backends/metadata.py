@@ -47,8 +47,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
     def without(self, other: "RegisteredMemory") -> tuple[MemoryRange, ...]:
         """Return the parts of these ranges that are not in `other`, each with its location.
 
-        Raises:
-            RegistrationError: A part that is in both has different locations.
+        A part that is in both with different locations raises RegistrationError.
         """
         left = []
         for item in self.ranges:
@@ -105,15 +104,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return self.location_of(item) if is_inside else None
 
     def view(self, memory: MemoryRange, real_address: int) -> NDArray[np.uint8]:
-        """Return registered host memory as an array, see `Backend.view`.
-
-        Args:
-            memory: The part to return.
-            real_address: Actual address of its first byte.
-
-        Raises:
-            BackendError: As there.
-        """
+        """Return registered host memory, which really begins at another address, as an array, see `Backend.view`."""
         location = self.find(memory)
         if location is None:
             raise BackendError(
@@ -130,8 +121,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
     def kind_of(self, descriptors: Words) -> MemoryKind:
         """Return the memory kind of descriptors that have passed `check`.
 
-        Raises:
-            BackendError: They are of several kinds, which a transport cannot move in one write.
+        A transport cannot move several kinds in one write, so they raise BackendError.
         """
         if len(self.by_kind) == 1 or not len(descriptors):
             return next(iter(self.by_kind), self.memory_kind)
@@ -142,11 +132,7 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
         return kinds.pop()
 
     def __post_init__(self) -> None:
-        """Reject ranges and devices that would overflow in native code.
-
-        Raises:
-            BackendError: A range or device is invalid; the error names it.
-        """
+        """Raise BackendError for a range or device that would overflow in native code."""
         end = 0
         for device in {self.device_id, *(self.location_of(item).device_id for item in self.ranges)}:
             if not 0 <= device < ADDRESS_LIMIT:
@@ -157,14 +143,11 @@ class RegisteredMemory(msgspec.Struct, frozen=True, dict=True):
             end = item.end
 
     def check(self, descriptors: Words, *, side: str) -> None:
-        """Reject descriptors that do not each lie inside one registered range.
+        """Raise BackendError, with the first one, unless descriptors each lie inside one registered range.
 
         Args:
             descriptors: uint64[n, 3], (address, length, device id).
             side: "source", "destination" or "local", for the error.
-
-        Raises:
-            BackendError: A descriptor does not; the error names the first one.
         """
         starts, lengths, devices = self._bounds
         address, length, device = descriptors[:, 0], descriptors[:, 1], descriptors[:, 2]
@@ -209,11 +192,7 @@ class PeerMetadata(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, data: bytes, *, backend: str) -> "PeerMetadata":
-        """Decode and check a peer's metadata.
-
-        Raises:
-            BackendError: It is damaged, or belongs to another transport.
-        """
+        """Decode a peer's metadata; raise BackendError if it is damaged or of another transport."""
         if zlib.crc32(data[4:]).to_bytes(4, "little") != data[:4]:
             raise BackendError("peer metadata is damaged", num_bytes=len(data))
         try:

@@ -42,12 +42,7 @@ class ObservedPath:
     ) -> None:
         """Log the path of the writes counted since the last call, if it is another one than before.
 
-        Args:
-            log: Where to.
-            peer: Name of the peer.
-            carried: What the TCP connections to the peer have carried so far.
-            other_paths: The paths besides TCP that the library may use.
-            may_be_more: TCP may have carried more than that.
+        It is TCP if that has `carried` their bytes, or else `other_paths`, unless TCP may have carried more than that.
         """
         before, self._carried = self._carried, sum(one.num_bytes for one in carried)
         over_tcp = max(self._carried - before, 0)

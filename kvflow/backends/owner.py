@@ -31,11 +31,7 @@ class NativeAgent(Polled, Protocol):
     """A native agent as `OwnerBackend` uses it. Every method is called on the owner thread."""
 
     def register(self, memory: RegisteredMemory) -> bytes:
-        """Register memory, and return what a peer's agent needs to write to all memory registered so far.
-
-        Raises:
-            RegistrationError: The library refused.
-        """
+        """Register memory, and return what a peer's agent needs to write to all memory registered so far."""
 
     def disconnect(self, peer: str) -> None:
         """Release a peer's resources once the last post to it has ended."""
@@ -65,7 +61,6 @@ class OwnerBackend(Backend, Generic[AnyAgent, AnyPeer]):
     """A transport whose native agent belongs to one thread. Subclasses define `name`, `capabilities` and three methods.
 
     Args:
-        intervals: How often the agent is polled.
         close_timeout_s: How long `aclose` waits for running posts before it destroys the agent, which stops them.
 
     Attributes:

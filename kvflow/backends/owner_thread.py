@@ -87,9 +87,7 @@ class OwnerThread:
     """Runs commands for one agent, and polls it.
 
     Args:
-        name: Name of the thread.
         on_crash: Called when polling or a command fails; the agent is not polled again.
-        intervals: How often the agent is polled.
 
     Attributes:
         is_abandoned: True if this process was forked from the one that has the thread.
@@ -287,7 +285,6 @@ class _ExitBarrier:
     destroy the objects it refers to, and native libraries abort then too.
 
     Args:
-        thread: The thread.
         interrupt: Makes the thread check `is_due` soon.
 
     Attributes:

@@ -72,12 +72,7 @@ class SharedBackend:
             self._host = host
 
     async def enter(self, member: "RankEndpoint", agent_name: str) -> None:
-        """Add a rank; the first one opens the transport.
-
-        Raises:
-            BackendUnavailable: The library is missing or broken.
-            LocalProtocolError: The other ranks are on another event loop.
-        """
+        """Add a rank, which must be on the event loop of the others; the first one opens the transport."""
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise LocalProtocolError("ranks that share a backend must be on one event loop", backend=self.inner.name)

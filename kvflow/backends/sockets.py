@@ -223,10 +223,7 @@ class Connections:
 def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:
     """Return whether a near end has data to read, or may still receive some. An unseen far end may always send.
 
-    Args:
-        row: The near end.
-        far: Unsent bytes of the visible far ends.
-        counts_end: Count an end of file as data to read.
+    `far` has the unsent bytes of the visible far ends, and `counts_end` says whether an end of file is data to read.
     """
     num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
     may_bring_more = row.state in MAY_BRING_MORE or (row.state in HALF_CLOSED and row.inode > 0)

@@ -60,8 +60,6 @@ class OrderedReading(Generic[Read]):
     queued behind it. Only one long message is parsed at a time, and principals take turns.
 
     Args:
-        reader: Parses messages.
-        context: Threads and tasks.
         principal_of: Returns the principal of a connection.
         on_message: Called with a connection, its next message and the message's size in bytes.
         on_refused: Called with a connection, the reason why its next message is malformed, and its size.

@@ -43,10 +43,6 @@ class Agent:
         address: The address of this endpoint, for its peers.
 
     Args:
-        name: Agent name.
-        start_engine: Starts an engine for a cell.
-        delivery: Receives the events of posts.
-        protocol: "tcp" or "rdma".
         window: Maximum number of descriptors in flight to one peer.
         timeout_s: A descriptor that fails sooner than this was not timed out.
         max_senders: Limit on engines that new peers are connected through.
@@ -134,14 +130,9 @@ class Agent:
                 connection.path.tell(self._log, peer, carried, self._other_paths, may_be_more=sockets.is_sending)
 
     def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
-        """Return the engine to connect a peer through; call `give_back` afterwards.
+        """Return the engine to connect a peer of a principal through, not a worn-out one; call `give_back` afterwards.
 
-        Args:
-            principal: The peer's principal.
-            worn_out: An engine that must not be used.
-
-        Raises:
-            BackendError: Too many engines are in use, or none could be started.
+        If too many engines are in use, this raises BackendError.
         """
         engine = self._senders.get(principal) or self._choose_sender()
         if engine is worn_out or engine.num_departed >= MAX_DEPARTED:

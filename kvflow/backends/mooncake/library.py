@@ -119,8 +119,7 @@ def memory_kinds() -> frozenset[str]:
 def environment_for(settings: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set, including those that follow from the settings.
 
-    Raises:
-        BackendUnavailable: The environment forces TCP or the other IP version on this process.
+    If the environment forces TCP or the other IP version on this process, raise BackendUnavailable.
     """
     complete = dict(environment)
     if _needs_ipv6(settings.host):

@@ -90,11 +90,8 @@ class PeerConnection:
         is_leaving: Remove the connection once it is not active.
 
     Args:
-        engine: Writes to this peer.
-        session: The peer's session.
         max_running: Maximum number of descriptors in flight.
         timeout_s: A descriptor that fails sooner than this was not timed out.
-        emit: Receives the events of posts.
     """
 
     def __init__(

@@ -35,10 +35,7 @@ class NixlAgent:
 
     Args:
         name: Name of the first NIXL agent; further agents append a number to it.
-        plugin: NIXL plugin to use.
-        plugin_options: Its parameters.
         environment: As in `library.load`.
-        delivery: Receives the events.
 
     Attributes:
         epolls: Epoll descriptors of the agent that peers write to, as returned by `find_epolls`.

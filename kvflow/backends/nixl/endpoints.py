@@ -47,8 +47,6 @@ class NativeEndpoints:
 
     Args:
         name: Name of the first NIXL agent.
-        agents: The NIXL agents.
-        writes: What is written over the endpoints.
         clean_up: Makes a call of the library whose failure is only logged.
         other_paths: What a write takes that does not go over TCP, for the log.
 

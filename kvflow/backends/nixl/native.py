@@ -25,10 +25,7 @@ class NativeAgents:
     """The first agent, which peers write to, and further agents that only write, with the same memory.
 
     Args:
-        api: The library.
         name: Name of the first agent; further agents append a number to it.
-        plugin: NIXL plugin to use.
-        plugin_options: Its parameters.
 
     Raises:
         BackendUnavailable: The plugin does not start.
@@ -70,11 +67,7 @@ class NativeAgents:
         return bytes(self._agents[0][0].get_agent_metadata())
 
     def other_than(self, taken: Sequence[Any]) -> Any:
-        """Return an agent that is not in `taken`, starting one if necessary.
-
-        Raises:
-            BackendError: There are too many agents, or a new one could not be started.
-        """
+        """Return an agent that is not in `taken`, starting one if necessary. Too many raise BackendError."""
         for agent in self:
             if not any(agent is other for other in taken):
                 return agent

@@ -41,11 +41,7 @@ RARELY_S: Final = 0.5
 
 
 class OutgoingSockets(LibrarySockets):
-    """The TCP connections that one NIXL agent has opened and not yet closed.
-
-    Args:
-        epolls: The agent's epoll descriptors from `find_epolls`; not owned. If empty, no connection is found.
-    """
+    """The TCP connections that one NIXL agent has opened and not yet closed."""
 
     def __init__(self, epolls: Collection[int]) -> None:
         super().__init__(epolls)
@@ -151,15 +147,7 @@ class StaleConnections:
     def add(
         self, peer: str, sockets: OutgoingSockets, opened: Mapping[int, Address], *, shut_from: float, is_written: bool
     ) -> None:
-        """Track the connections of a peer that is being removed.
-
-        Args:
-            peer: Its name.
-            sockets: Connections of the agent that the peer was added to.
-            opened: Remote addresses of the peer's connections, by inode.
-            shut_from: When to shut the connections down.
-            is_written: True if the peer writes here; its connections are then never shut down.
-        """
+        """Track the connections of a peer that is being removed; see `_Left`."""
         if opened:
             left = _Left(peer, sockets, frozenset(opened), frozenset(opened.values()), shut_from, is_written)
             self._left.append(left)
@@ -178,12 +166,7 @@ class StaleConnections:
         return now >= self._look_at
 
     def shut_connections(self, now: float, used: Mapping[OutgoingSockets, InUse]) -> None:
-        """Shut down the connections that may be, and forget those that are closed.
-
-        Args:
-            now: Monotonic seconds.
-            used: Connections in use, by agent.
-        """
+        """Shut down the connections that may be, and forget those that are closed."""
         unused = InUse()
         due = [left for left in self._left if now >= left.look_at]
         open_now = {sockets: sockets.now() for sockets in {left.sockets for left in due}}

@@ -39,12 +39,7 @@ MY_LISTS: Final = "NIXL_INIT_AGENT"
 
 @dataclass(eq=False)
 class Write:
-    """A post that has not started.
-
-    Attributes:
-        kinds: Memory kinds here and at the peer.
-        notice: Empty for none.
-    """
+    """A post that has not started, with the memory kinds here and at the peer, and an empty notice for none."""
 
     post_id: int
     moves: Descriptors | Blocks
@@ -63,11 +58,7 @@ class Write:
 
 
 class PostQueue:
-    """Writes that wait to start, for one connection of a peer. One thread puts, and one takes.
-
-    Args:
-        peer: The peer's agent name.
-    """
+    """Writes that wait to start, for one connection of a peer. One thread puts, and one takes."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
