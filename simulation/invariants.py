@@ -70,7 +70,7 @@ def _check_prefill(core: PrefillCore) -> None:
         _check_facts(room.state, room=number)
         is_over = room.state.is_safe and not room.state.is_pending
         _require(not is_over, "room is over but not forgotten", room=number)
-        _require(number not in core.requests.waiting, "grants wait for an open room", room=number)
+        _require(not core.requests.waiting.peers(number), "grants wait for an open room", room=number)
         _require_timers(room)
         _check_announced(core, room)
         standings = [STANDING[delivery.state.outcome, delivery.state.memory] for delivery in room.deliveries.values()]

@@ -77,9 +77,6 @@ class Directories:
                 on_obstacle=self._take_registry_obstacle,
             )
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def look_up(self, instance: InstanceRef, number: int) -> None:
         """Send a Lookup for an instance, once."""
         if isinstance(instance, InstanceAddress):

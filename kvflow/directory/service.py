@@ -64,11 +64,7 @@ class DirectoryService:
         self._alarm = Alarm(self.table.timers.next, self._expire, now)
 
     def handle_message(self, connection: bytes, message: DirectoryMessage) -> None:
-        """Handle a message.
-
-        Raises:
-            RemoteProtocolError: The message was rejected. The sender has been notified, if it is reachable.
-        """
+        """Handle a message; raise RemoteProtocolError if it is rejected, after telling a sender that is reachable."""
         now = self._now()
         principal = self._gate.principal_of(connection)
         match message:

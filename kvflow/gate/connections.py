@@ -136,12 +136,8 @@ class UnsentBytes:
     connection are counted; the kernel knows how many of them the peer has acknowledged. It is asked only when a limit
     would be exceeded if nothing had been acknowledged since the last time.
 
-    Args:
-        acked_of: Returns how many bytes the peer of a connection has acknowledged, given its descriptor; None if that
-            is unknown, in which case all are.
-
-    Attributes:
-        waiting: Unsent bytes of each connection, by descriptor, as far as known.
+    `acked_of` returns how many bytes the peer of a connection has acknowledged, given its descriptor; None if that is
+    unknown, in which case all are.
     """
 
     def __init__(self, acked_of: Callable[[int], int | None]) -> None:

@@ -154,9 +154,6 @@ class GrantGate:
         self._silent: set[PeerId] = set()
         self._under_way: OrderedDict[tuple[GrantId, int], float] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self.incoming)
-
     @property
     def has_lines(self) -> bool:
         """Whether there are pages to ask for."""
@@ -193,8 +190,7 @@ class GrantGate:
     def store_part(self, grant_id: GrantId, part: GrantedPages, now: float) -> tuple[bytes, Grant] | None:
         """Store a part of the pages of a grant; return its connection and the grant if nothing is missing any more.
 
-        Raises:
-            RemoteProtocolError: The part was not asked for, or has the wrong size.
+        Errors are as in `_Incoming.store`.
         """
         incoming = self.incoming.get(grant_id)
         if incoming is None:

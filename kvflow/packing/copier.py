@@ -34,8 +34,7 @@ class Allocation(NamedTuple):
 class Copier(abc.ABC):
     """An allocator and copier of one kind of memory. May be called in any thread.
 
-    Attributes:
-        waits_for_device: Whether copying waits for a device, so that it must not run on the event loop.
+    If it `waits_for_device`, copying must not run on the event loop.
     """
 
     waits_for_device: bool = False

@@ -32,9 +32,6 @@ PAGE_BYTES: Final = 4096
 class StagingMemory:
     """Memory for packed pieces, of the kind that the pages are in. It must live as long as the transport knows it.
 
-    Attributes:
-        range: Its address and length.
-
     Raises:
         Shortage: There is not enough memory.
     """

@@ -99,10 +99,6 @@ def _find_difference(written: WrittenBy, work: DigestWork, is_wanted: Callable[[
 
 
 def check_digestible(layout: KVLayout) -> None:
-    """Check that this process can read all memory of a layout.
-
-    Raises:
-        PlanError: Some of it is device memory.
-    """
+    """Raise PlanError unless this process can read all memory of a layout: digests are not made of device memory."""
     if not layout.is_on_host:
         raise PlanError("digests require host memory", memory_kind="VRAM")

@@ -20,9 +20,6 @@ class ClosedGenerations(Generic[Result]):
         self._results: OrderedDict[int, Result] = OrderedDict()
         self._floor = floor
 
-    def __len__(self) -> int:
-        return len(self._results)
-
     def __contains__(self, generation: int) -> bool:
         """Return whether a generation is closed, or so old that it must be."""
         return generation in self._results or generation < self._floor

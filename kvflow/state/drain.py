@@ -23,12 +23,7 @@ class DrainState:
         self.failure, self.is_closing = failure, True
 
     def check_open(self, room: RoomId) -> None:
-        """Refuse to open a room while draining or closing.
-
-        Raises:
-            LocalProtocolError: The rank is closing.
-            RankDraining: The rank is draining.
-        """
+        """Raise RankDraining while draining, and LocalProtocolError while closing: no room may be opened."""
         if self.is_closing:
             raise LocalProtocolError("rank is closing", room=room)
         if self.failure is not None:

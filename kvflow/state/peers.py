@@ -30,9 +30,7 @@ class LeaseCheck(msgspec.Struct, frozen=True):
 class Peer:
     """One incarnation of a rank at the other end.
 
-    Attributes:
-        lease_s: Silence after which it is presumed dead, unless its connection stands.
-        heard_at: When its last message arrived, in seconds of the clock of events.
+    It is presumed dead after a silence of `lease_s`, unless its connection stands.
     """
 
     def __init__(self, peer: PeerId, timers: Timers[Any]) -> None:

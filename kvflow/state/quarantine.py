@@ -112,11 +112,7 @@ class Quarantine:
             self.total = self.total.plus(Footprint(-held.num_pages, -held.num_bytes))
 
     def check_admission(self) -> None:
-        """Refuse new work while too much memory is in quarantine.
-
-        Raises:
-            CapacityExceeded: Too much memory is in quarantine.
-        """
+        """Refuse new work while too much memory is in quarantine, with CapacityExceeded."""
         pages, num_bytes = self.total
         if num_bytes >= self._max_bytes:
             raise CapacityExceeded(

@@ -71,11 +71,7 @@ class Reader(Generic[Read]):
             raise _malformed(str(error), unread.data) from error
 
     def read_frames(self, frames: Sequence[bytes]) -> Read:
-        """Check and parse a ZMQ message.
-
-        Raises:
-            RemoteProtocolError: As in `identify_message` and `read`.
-        """
+        """Check and parse a ZMQ message. Errors are as in `identify_message` and `read`."""
         return self.read(self.identify_message(frames))
 
 
@@ -87,11 +83,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(*frames: bytes) -> AnyMessage:
-    """Parse a message of any kind, given the frames of a ZMQ message.
-
-    Raises:
-        RemoteProtocolError: As in `Reader`.
-    """
+    """Parse a message of any kind, given the frames of a ZMQ message. Errors are as in `Reader`."""
     return _everything.read_frames(frames)
 
 
@@ -103,11 +95,7 @@ def _pack(message: Any) -> Any:
 
 
 def _unpack(message: Any) -> Any:
-    """Unpack the page tables of a message.
-
-    Raises:
-        PlanError: One is malformed or too long.
-    """
+    """Unpack the page tables of a message; raise PlanError if one is malformed or too long."""
     if isinstance(message, Grant):
         return replace(message, pages={name: unpack_pages(data, PAGES_INLINE) for name, data in message.pages.items()})
     return replace(message, pages=unpack_pages(message.pages, PAGES_PER_PART))
@@ -124,11 +112,7 @@ def _tag(beginning: bytes) -> bytes:
 
 
 def _beginning(data: bytes) -> bytes:
-    """Return the tag field that a message begins with. The message must be a map of fewer than 2**16 fields.
-
-    Raises:
-        RemoteProtocolError: It is not such a map, or its first field is not the tag.
-    """
+    """Return the tag field that a message begins with, which must be a map of fewer than 2**16 fields."""
     if len(data) > 10 and data[4] & 0xF0 == SHORT_MAP:
         start = 5
     elif len(data) > 12 and data[4] == LONG_MAP:

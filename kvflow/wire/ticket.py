@@ -118,11 +118,7 @@ class Ticket:
         return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability, read.signature)
 
     def check_room(self, room: RoomId | None) -> None:
-        """Check that this ticket matches a request; None stands for the room of the ticket.
-
-        Raises:
-            TicketError: It is for a different room.
-        """
+        """Raise TicketError if this ticket is not for a room; None stands for the room of the ticket."""
         if room is not None and room != self.room:
             raise TicketError("ticket is for a different room", room=room, ticket=self.room)
 

@@ -243,8 +243,8 @@ async def test_connections_to_addresses_are_bounded_and_closed_when_unused(monke
     async with prefill_ranks() as ranks, decode_rank() as decode:
         await hand_over(ranks, decode, ranks[0].ticket(1), 1)
         await hand_over(ranks, decode, Endpoint.parse(ranks[0].endpoint), 2)
-        assert len(decode._directories) <= 1
-        await until(lambda: not len(decode._directories))
+        assert len(decode._directories._at) <= 1
+        await until(lambda: not decode._directories._at)
 
 
 def test_blocking_ranks_need_no_registry() -> None:

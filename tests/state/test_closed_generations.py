@@ -16,7 +16,7 @@ def test_what_was_closed_stays_closed(ended: list[int], limit: int) -> None:
         closed.close(generation, f"ending {number}")
         first.setdefault(generation, f"ending {number}")
         assert all(known in closed for known in first)
-        assert len(closed) <= limit
+        assert len(closed._results) <= limit
 
 
 @given(GENERATIONS, st.integers(1, 10))

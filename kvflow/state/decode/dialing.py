@@ -58,9 +58,6 @@ class Dialing:
         self._first_pause_s = min(self._settings.timeouts.retransmit_s / 4, MAX_HELLO_PAUSE_S)
         self._dials = Turns[PeerId](MAX_DIALS, TURN_S)
 
-    def __len__(self) -> int:
-        return len(self._dials)
-
     def start(self, instance: Instance, routes: tuple[RankRoute, ...], now: float) -> list[DecodeEffect]:
         """Start to send Hellos to the ranks of an instance. Each rank that is to write gets a window if one is free."""
         effects: list[DecodeEffect] = []

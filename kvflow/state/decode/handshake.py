@@ -1,23 +1,16 @@
 """The handshake with prefill instances: from a reference to connected ranks, and again when a rank is lost. Pure.
 
 The core looks an instance up in the directory, compiles the routes from its ranks, and sends each rank a Hello
-(`dialing`). The address may come from a client, so lookups that are not answered take turns, and hosts have shares.
-
-Rooms wait for the handshake for `handshake_s` at most, then fail. Later rooms fail at once, but the handshake continues
-as long as rooms request the instance: the control channel, not the outcome of a room, shows whether the instance is
-back.
+(`dialing`). Rooms wait for `handshake_s` at most, then fail, and later ones fail at once; but the handshake continues
+as long as rooms request the instance.
 
 A room is granted only to the ranks that it refers to: those in the directory's answer, and the process that issued its
 ticket. If other processes are connected, the core asks the directory again, because either side may be out of date: a
 ticket of a terminated process fails its room, and a new process waits until its predecessor is lost.
 
-An announced room waits in the same way, and for the same time. Once it has pages, it is granted at once, unless a rank
-is unreachable at that moment.
-
-A room that fails before it is granted is declined, and so is one that the engine or this rank refuses: the core tells
-the instance not to hold its pages, as soon as it can, and repeats this until each rank has answered. If the handshake
-fails, ranks are told without one: first the rank that was listed first, then, once it has answered, the others, because
-the directory may have named strangers.
+A room that fails before it is granted is declined. If the handshake fails, ranks are told without one:
+first the rank that was listed first, then, once it has answered, the others, because the directory may have named
+strangers.
 """
 
 import itertools

@@ -38,8 +38,7 @@ class Tally:
 class RankProgress:
     """What one prefill rank must send in one transfer, and what has arrived.
 
-    Attributes:
-        has_landed: What it had in flight when its writes ended cannot land any more.
+    If it `has_landed`, what it had in flight when its writes ended cannot land any more.
     """
 
     def __init__(self, rank: ConnectedRank, token: int, ranges: Mapping[str, TokenRange], tally: Tally) -> None:

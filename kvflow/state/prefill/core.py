@@ -1,8 +1,4 @@
-"""The core of a prefill rank: the only place where its protocol state changes.
-
-It does no I/O, reads no clock and draws no random numbers. The shell passes it timed events, and it returns effects to
-carry out in order. Equal events at equal times give equal effects, so any run can be replayed.
-"""
+"""The core of a prefill rank: the only place where its protocol state changes. Pure: equal events, equal effects."""
 
 from typing import assert_never
 

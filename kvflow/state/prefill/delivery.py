@@ -124,7 +124,6 @@ class Delivery:
 
     Attributes:
         standing: How its room counts it.
-        deadlines: Its timers, and when they were due when they were set.
 
     Raises:
         PlanError: The granted page tables are invalid.

@@ -321,19 +321,14 @@ class DecodePeers:
             before = self._disconnected.get(hello.peer.rank)
             if before is not None and before.peer != hello.peer:
                 before = None
-            known = self._add(DecodePeer(hello.peer, self._timers, kept, before))
+            known = self._peers[hello.peer] = DecodePeer(hello.peer, self._timers, kept, before)
+            self._by_rank[hello.peer.rank] = hello.peer
         known.kept = known.kept._replace(num_bytes=kept.num_bytes)
         self._weigh(hello.peer)
         self._by_connection.pop(known.connection, None)
         known.connection, known.attempt, known.link = connection, hello.attempt, link
         self._by_connection[connection] = hello.peer
         known.liveness.connected(hello.lease_s, now)
-
-    def _add(self, known: DecodePeer) -> DecodePeer:
-        self._peers[known.id] = known
-        self._by_rank[known.id.rank] = known.id
-        self._weigh(known.id)
-        return known
 
     def heard(self, known: DecodePeer, forgotten: Iterable[PeerId]) -> None:
         """Note that a decode rank has received its Welcome, which ends its earlier incarnations.
@@ -347,16 +342,13 @@ class DecodePeers:
         for peer in former:
             self.mark_ended(peer, f"a later incarnation of {peer.rank} has connected")
 
-    def remove(self, peer: PeerId, failure: Failure) -> bool:
-        """Remove a decode rank, whose requests end with `failure`; return whether it was connected.
+    def remove(self, peer: PeerId, failure: Failure) -> None:
+        """Remove a connected decode rank, whose requests end with `failure`.
 
         A Hello of it that is being checked no longer counts; the caller disconnects the transport afterwards.
         """
-        known = self._peers.get(peer)
-        if known is None:
-            return False
+        known = self._peers.pop(peer)
         self._stop_checking(peer)
-        del self._peers[peer]
         del self._by_rank[peer.rank]
         self._weigh(peer)
         known.liveness.left()
@@ -367,7 +359,6 @@ class DecodePeers:
             self._disconnected.move_to_end(peer.rank)
         while len(self._disconnected) > MAX_DISCONNECTED:
             self._disconnected.popitem(last=False)
-        return True
 
     def close(self, delivery: DeliveryId, failure: Failure | None) -> None:
         """Record how a delivery ended; only the first report counts."""

@@ -95,11 +95,7 @@ class Rooms:
         return self.follow(known, known.offer(chunk, footprint, now), now)
 
     def quiesce(self, room: RoomId, now: float) -> list[PrefillEffect]:
-        """Stop reading the pages of a room, which continues later.
-
-        Raises:
-            LocalProtocolError: The room is not open.
-        """
+        """Stop reading the pages of a room, which continues later. It must be open, as for `offer`."""
         known = self._known(room)
         known.quiesce()
         return self.follow(known, [], now)

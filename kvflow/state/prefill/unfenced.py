@@ -92,11 +92,7 @@ class UnfencedDeliveries:
         return earlier
 
     def check_place(self) -> None:
-        """Check that another delivery may become unfenced.
-
-        Raises:
-            CapacityExceeded: There are too many.
-        """
+        """Raise CapacityExceeded if no other delivery may become unfenced."""
         if not self._has_place():
             raise CapacityExceeded(
                 "too many ended transfers have writes that may still land at decode ranks",

@@ -50,9 +50,6 @@ class WaitingRooms:
     def __len__(self) -> int:
         return self._grants.total
 
-    def __contains__(self, room: RoomId) -> bool:
-        return room in self._asked
-
     @property
     def num_announced(self) -> int:
         """Number of announcements."""

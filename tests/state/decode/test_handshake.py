@@ -192,7 +192,7 @@ def test_the_ranks_of_a_large_instance_are_connected_as_they_answer(core: Decode
     core(request())
     hellos = core.compiled(core.found(*others), silent=others[1:])
     assert len(messages(core.welcome(hellos), Grant)) == len(others)
-    assert len(core.core.instances._dialing) == 0
+    assert len(core.core.instances._dialing._dials) == 0
 
 
 def test_instances_that_never_answer_do_not_keep_others_out(core: DecodeDriver) -> None:
