@@ -96,10 +96,7 @@ class UnreadBytes:
         self.num_read[fd] += num_bytes
 
     def note_received(self, fd: int, num_bytes: int, silence_ms: int) -> bool:
-        """Note how many bytes of a connection the kernel has received, which may include heartbeats.
-
-        Return whether the connection has been silent for too long, given the time since it received data.
-        """
+        """Note what the kernel has received, with heartbeats; return whether the connection is silent for too long."""
         self.num_read[fd] = min(self.num_read[fd], num_bytes)
         self._left[fd] = num_bytes - self.num_read[fd]
         return self._is_listener and silence_ms > MAX_SILENCE_MS and fd not in self._unheard

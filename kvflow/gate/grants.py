@@ -188,10 +188,7 @@ class GrantGate:
         return True
 
     def store_part(self, grant_id: GrantId, part: GrantedPages, now: float) -> tuple[bytes, Grant] | None:
-        """Store a part of the pages of a grant; return its connection and the grant if nothing is missing any more.
-
-        Errors are as in `_Incoming.store`.
-        """
+        """Store a part, as `_Incoming.store`; return its connection and grant once nothing is missing any more."""
         incoming = self.incoming.get(grant_id)
         if incoming is None:
             raise _not_asked_for(part)

@@ -76,10 +76,7 @@ class Budgets:
 
 
 class ListenerGate:
-    """Judges what arrives at a listener before it is parsed, and how much its senders are told.
-
-    `names_of` returns the instances that the peer of a connection may act for.
-    """
+    """Judges what arrives at a listener before it is parsed; `names_of` returns whom a connection may act for."""
 
     def __init__(self, names_of: Callable[[bytes], tuple[str, ...]]) -> None:
         self._names_of = names_of
@@ -91,10 +88,7 @@ class ListenerGate:
         return "" if names == (ANY,) else "\n".join(names)
 
     def admit(self, connection: bytes, unread: Unread, now: float, *, is_known: bool) -> Verdict:
-        """Decide whether a message is parsed.
-
-        `is_known`: its sender has sent a Hello over this connection, or needs to send none.
-        """
+        """Decide whether a message is parsed; `is_known` if its sender has sent a Hello here, or needs none."""
         kind, num_bytes = unread.kind, len(unread.data)
         if kind is Hello:
             principal = self.principal_of(connection)

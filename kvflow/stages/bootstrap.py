@@ -294,10 +294,7 @@ class RouteCompiler:
 
 
 class _LastBytesWait:
-    """A wait for last bytes, with its number, and the ends of connections over which none of them can come.
-
-    The transport that waits looks at `ends` each time.
-    """
+    """A wait for last bytes, and `ends`, read while it lasts, of connections over which none of them can come."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -324,10 +321,7 @@ class PeerProofs:
         self._context.start_task(self._probe, effect)
 
     def fence(self, effect: ef.WaitForFence) -> None:
-        """Wait until none of the peer's writes can land any more, and dispatch PeerFenced.
-
-        Dispatches FenceImpossible if that can never be known.
-        """
+        """Wait until no write of a peer can land any more, and dispatch PeerFenced, or FenceImpossible."""
         wait = self._waits[effect.peer, None] = _LastBytesWait(effect.number)
         self._context.start_task(self._fence, effect, wait)
 

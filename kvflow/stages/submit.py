@@ -63,10 +63,7 @@ class Submit:
         return replace(message, ends=self._backend.ends_to(self._agents.find_name(peer))[:MAX_ENDS])
 
     def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
-        """Post a piece, and dispatch PostEnded when the post has ended.
-
-        The notice is delivered after the last byte, if the transport supports in-band notices.
-        """
+        """Post a piece, with its notice if the transport delivers those in band, and dispatch PostEnded at its end."""
         post_id = self._num_posts
         self._num_posts += 1
         totals = self.direct if notice.staged is None else self.packed

@@ -59,10 +59,7 @@ __all__ = [
 
 
 class Cost(NamedTuple):
-    """Credit of its peer's window that a post uses while in flight; known before it is planned.
-
-    The number of its descriptors is an upper bound.
-    """
+    """Credit of its peer's window that a post uses in flight; before planning, descriptors are an upper bound."""
 
     num_bytes: int
     num_descriptors: int
@@ -182,10 +179,7 @@ class ReportGranted(msgspec.Struct, frozen=True):
 
 
 class ReportQuiesced(msgspec.Struct, frozen=True):
-    """Report to the engine that no post reads the source pages of a room any more.
-
-    Chunks must resume at `resume_at`; it is None if everything is posted, including the last chunk.
-    """
+    """Report that no post reads a room's pages any more; `resume_at` is None if all chunks are posted."""
 
     room: RoomId
     resume_at: int | None
@@ -211,10 +205,7 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory for the ranks of an instance. The shell reports InstanceFound when it answers.
-
-    The answer repeats `number`, or the higher number of a later lookup.
-    """
+    """Ask the directory for the ranks of an instance; InstanceFound repeats this number, or a later one."""
 
     instance: InstanceRef
     number: int = 0
@@ -312,10 +303,7 @@ class WrittenBy(NamedTuple):
 
 
 class VerifyDigests(msgspec.Struct, frozen=True):
-    """Compare the received bytes with the notices' digests, then report DigestsVerified; pages are held until then.
-
-    `written` are the notices of each rank that had to send something.
-    """
+    """Compare the received bytes with the digests of notices, then report DigestsVerified; hold pages until then."""
 
     opened: ReceiveOpened
     written: tuple[WrittenBy, ...]

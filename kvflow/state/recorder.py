@@ -50,10 +50,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An event as MessagePack, and the name and digest of each effect, or the name of the error if the core refused it.
-
-    `now` is in seconds of the clock of events.
-    """
+    """An event at a time, with the name and digest of each effect, or the name of the error if the core refused it."""
 
     now: float
     kind: str

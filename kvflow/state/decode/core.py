@@ -200,7 +200,7 @@ class DecodeCore:
             case Ping():
                 return self.peers.send(peer, Pong(peer=self.me))
             case Welcome():
-                if not self.instances.expects_answer(peer, message.attempt):
+                if not self.instances.is_handshaking(peer, message.attempt):
                     return []
                 effects = self._replace_others(peer, now)
                 effects += self.instances.welcomed(peer, message, now)

@@ -77,10 +77,7 @@ class Instances:
     # Requests from rooms ---------------------------------------------------------------------------------------------
 
     def want(self, room: Room, now: float) -> list[DecodeEffect]:
-        """Serve a room if its instance is connected; otherwise queue it, or fail it if the instance is unreachable.
-
-        Serving a room means granting it, or announcing it if it has no pages yet.
-        """
+        """Grant or announce a room if its instance is connected; else queue it, or fail it if that is unreachable."""
         ref, issuer = room.opened.instance, room.opened.issuer
         known = self._instances.at(ref)
         if known is not None and room.generation in known.waiting:  # it was announced, and has pages now
@@ -139,10 +136,7 @@ class Instances:
         return self._declines.add_decline(instance, opened.room, declined, now, is_announced=bool(room.told))
 
     def decline_refused(self, event: RoomDeclined, now: float) -> list[DecodeEffect]:
-        """Decline a room that the engine will not receive, or whose request this rank has refused.
-
-        A room of the same instance that is being received is not declined.
-        """
+        """Decline a room that the engine will not receive, or that was refused here, unless it is being received."""
         open_here = self._rooms.pending(event.room)
         instance = self._instances.at(event.instance)
         if open_here is not None and self._instances.at(open_here.opened.instance) is instance:
@@ -287,12 +281,8 @@ class Instances:
         instance.apply(InstanceSignal.LOST)
         return [*effects, *self._lookups.begin(instance, now)]
 
-    def is_handshaking(self, peer: PeerId) -> bool:
-        """Return whether a rank has an unanswered Hello."""
-        return self._asked(peer) is not None
-
-    def expects_answer(self, peer: PeerId, attempt: int) -> bool:
-        """Return whether the latest Hello to a rank has this attempt number, and is unanswered."""
+    def is_handshaking(self, peer: PeerId, attempt: int | None = None) -> bool:
+        """Return whether a rank has an unanswered Hello, with this attempt number if one is given."""
         return self._asked(peer, attempt) is not None
 
     def _asked(self, peer: PeerId, attempt: int | None = None) -> Instance | None:

@@ -24,10 +24,7 @@ MAX_REFS = 1_024
 
 
 class Waiting(NamedTuple):
-    """A room that waits for its instance, until it fails.
-
-    A directory answer with a lower lookup number may be older than the room's ticket.
-    """
+    """A room that waits for its instance, and the lookup whose answers are not older than its ticket."""
 
     room: Room
     number: int
@@ -221,10 +218,7 @@ def host_of(ref: InstanceAddress) -> str:
 
 
 def is_complete(records: tuple[RankAddress, ...]) -> bool:
-    """Return whether all ranks of an instance are present, in order.
-
-    `num_ranks` is not trusted, so nothing of that size is allocated.
-    """
+    """Return whether all ranks of an instance are present, in order; `num_ranks`, not trusted, sizes nothing."""
     is_whole = bool(records) and len(records) == records[0].num_ranks
     return is_whole and all(
         record.peer.rank == (records[0].peer.rank.instance, rank) for rank, record in enumerate(records)

@@ -28,10 +28,7 @@ def make_announce(opened: ReceiveOpened, timeout_s: float) -> Announce:
 def make_grant(
     opened: ReceiveOpened, token: int | None, timeout_s: float, progress_s: float, *, is_inline: bool
 ) -> Grant:
-    """Return a grant for one rank, which carries the pages, or else their number.
-
-    A rank without a token sends nothing, and needs no pages.
-    """
+    """Return a grant for one rank, with the pages or their number; without a token, it sends nothing."""
     pages, num_pages = {}, {}
     if token is not None and is_inline:
         pages = dict(opened.pages)

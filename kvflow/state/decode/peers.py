@@ -1,7 +1,7 @@
 """Prefill ranks that a decode rank knows: connections, liveness, proofs of termination, staging windows. Pure."""
 
 from collections import OrderedDict
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, ProbeDue, QueuePairsGone
 from kvflow.state.decode.instances import Instance
@@ -39,16 +39,10 @@ LEASES_TO_FORGET = 10
 
 
 class Origin(NamedTuple):
-    """Where an incarnation of a prefill rank runs, as far as known.
-
-    `domain`, from its Welcome, is where the transport can observe its writes.
-    """
+    """Where an incarnation of a prefill rank listens, and where the transport can observe its writes."""
 
     endpoint: str = ""
     domain: bytes = b""
-
-
-NOWHERE: Final = Origin()
 
 
 class PrefillPeers:
@@ -141,10 +135,7 @@ class PrefillPeers:
         return [SendMessage(peer, message)] if peer in self._open else []
 
     def at_endpoint(self, peer: PeerId) -> list[PeerId]:
-        """Return incarnations that listened at the address of this one: their processes have ended.
-
-        Only addresses that they reported themselves count, not those from a directory.
-        """
+        """Return incarnations that said that they listen where this one does: their processes have ended."""
         endpoint = self._open.get(peer)
         return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
 
@@ -155,10 +146,7 @@ class PrefillPeers:
     # Liveness --------------------------------------------------------------------------------------------------------
 
     def handshake_done(self, peer: PeerId, now: float, welcome: Welcome) -> bool:
-        """Record the Welcome of a rank; return whether the rank is new.
-
-        A rank whose connection broke meanwhile is suspect until another message arrives.
-        """
+        """Record the Welcome of a rank, suspect if its connection broke meanwhile; return whether it is new."""
         if welcome.endpoint:
             _remember(self._endpoints, peer, welcome.endpoint)
         origin = Origin(welcome.endpoint or self.origin(peer).endpoint, welcome.domain)
@@ -280,7 +268,7 @@ class PrefillPeers:
 
     def origin(self, peer: PeerId) -> Origin:
         """Return where an incarnation runs or ran, as far as remembered."""
-        return self._origins.get(peer, NOWHERE)
+        return self._origins.get(peer, Origin())
 
     def missing_proof(self, peer: PeerId) -> MissingProof:
         """Return the missing proof that a rank can write nothing more."""

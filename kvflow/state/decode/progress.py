@@ -1,6 +1,7 @@
 """What one prefill rank must send in one transfer, and what has arrived. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -14,6 +15,7 @@ from kvflow.wire.messages import Notice
 __all__ = ["RankProgress", "Tally"]
 
 
+@dataclass(slots=True)
 class Tally:
     """Counters over the prefill ranks of one transfer, so that handling a notice of one rank reads no other.
 
@@ -25,14 +27,11 @@ class Tally:
         num_scattering: Notices whose pieces are being copied from a staging slot to the pages.
     """
 
-    __slots__ = ("num_arrived", "num_complete", "num_notices", "num_quiet", "num_scattering")
-
-    def __init__(self) -> None:
-        self.num_complete = 0
-        self.num_quiet = 0
-        self.num_arrived = 0
-        self.num_notices = 0
-        self.num_scattering = 0
+    num_complete: int = 0
+    num_quiet: int = 0
+    num_arrived: int = 0
+    num_notices: int = 0
+    num_scattering: int = 0
 
 
 class RankProgress:

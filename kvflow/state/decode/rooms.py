@@ -120,10 +120,7 @@ class Rooms:
         return room, effects
 
     def connected(self, room: Room, ranks: tuple[ConnectedRank, ...], now: float) -> list[DecodeEffect]:
-        """Send a grant to every rank of the instance, or an announcement if there are no pages yet.
-
-        A room with more pages than one of the ranks accepts fails.
-        """
+        """Grant a room to every rank of its instance, or announce it; it fails if it has too many pages for one."""
         num_pages = room.num_pages
         for rank in ranks:
             if num_pages > rank.max_pages:

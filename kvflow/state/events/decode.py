@@ -124,10 +124,7 @@ class RoomDeclined(msgspec.Struct, frozen=True):
 
 
 class InstanceFound(msgspec.Struct, frozen=True):
-    """The directory answered a lookup, with the ranks that are registered, by engine rank.
-
-    The answer is at least as recent as the lookup with this number.
-    """
+    """The directory has answered a lookup with this number, or a later one: its ranks by engine rank."""
 
     instance: InstanceRef
     records: tuple[RankRecord, ...]
@@ -176,10 +173,7 @@ class ConnectFailed(msgspec.Struct, frozen=True):
 
 
 class ConnectionObstructed(msgspec.Struct, frozen=True):
-    """The reason why there is no connection to a prefill rank is known; empty once there is one.
-
-    If `is_short`, this process lacks a resource for it.
-    """
+    """Why there is no connection to a prefill rank, such as a resource that `is_short`; empty once there is one."""
 
     peer: PeerId
     detail: str

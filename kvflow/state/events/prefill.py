@@ -200,10 +200,7 @@ class ReplyLost(msgspec.Struct, frozen=True):
 
 
 class HelloChecked(msgspec.Struct, frozen=True):
-    """A Hello was compared with this rank's layout, and the transport was connected, see `CheckHello`.
-
-    `link` is None if the Hello is not compatible.
-    """
+    """A Hello was compared with this rank's layout, and the transport connected; no `link` if it is not compatible."""
 
     connection: bytes
     hello: Hello

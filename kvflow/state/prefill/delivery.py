@@ -101,10 +101,7 @@ STANDING: Final = {
 
 
 class _Unposted(NamedTuple):
-    """A piece that waits for its data, turn or credit, or an empty notice that follows such a piece.
-
-    If it `goes_on`, more layers of the same tokens follow.
-    """
+    """A piece that waits for data, turn or credit, or an empty notice behind one; if it `goes_on`, layers follow."""
 
     notice: Notice
     chunk: Chunk
@@ -262,10 +259,7 @@ class Delivery:
         return []
 
     def taken(self, piece: Piece, *, is_posted: bool) -> list[PrefillEffect]:
-        """Note that a piece has left the queue, to be posted at once or planned off the event loop first.
-
-        The empty notices behind it are sent.
-        """
+        """Note that a piece has left the queue, to be posted or planned, and send the empty notices behind it."""
         if is_posted:
             self._posted[piece.seq] = piece.notice
             self._on_change(self)

@@ -187,10 +187,7 @@ class Rooms:
         return effects
 
     def peer_disconnected(self, peer: PeerId) -> None:
-        """Return the credit of posts in flight to a disconnected rank.
-
-        If the rank reconnects, they must not block other posts: they may take minutes to end.
-        """
+        """Return the credit of posts to a disconnected rank: they may take minutes, and it may reconnect before."""
         for delivery in self._deliveries_to(peer):
             for seq in delivery.posted:
                 self._context.release_credit(delivery.id, seq)

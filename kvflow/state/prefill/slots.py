@@ -101,10 +101,7 @@ class _Window:
 
 
 class RemoteSlots:
-    """Slots in the windows of all decode ranks.
-
-    `on_change` is called with a decode rank when one of its slots has become free or lost.
-    """
+    """Slots in the windows of all decode ranks; `on_change` is called with one whose slot became free or lost."""
 
     def __init__(
         self,

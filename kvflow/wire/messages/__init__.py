@@ -16,18 +16,44 @@ Rules for changes: the tag is the first field; a new field has a default; a fiel
 that an old peer cannot ignore needs a new version.
 """
 
-from kvflow.wire.messages import handshake, notices, records, rooms, union, values
+from kvflow.wire.messages import handshake, notices, records, rooms, values
 from kvflow.wire.messages.handshake import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.notices import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.records import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.rooms import *  # noqa: F403 - what each lists
-from kvflow.wire.messages.union import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.values import *  # noqa: F403 - what each lists
 
-__all__: list[str] = []
+__all__: list[str] = ["AnyMessage"]
 __all__ += handshake.__all__
 __all__ += notices.__all__
 __all__ += records.__all__
 __all__ += rooms.__all__
-__all__ += union.__all__
 __all__ += values.__all__
+
+AnyMessage = (
+    records.Register
+    | records.Registered
+    | records.RegistrationConflict
+    | records.Unregister
+    | records.Lookup
+    | records.Records
+    | handshake.Hello
+    | handshake.Welcome
+    | handshake.Refuse
+    | rooms.Announce
+    | rooms.Grant
+    | rooms.GrantedPages
+    | rooms.PagesQuery
+    | rooms.Decline
+    | notices.Notice
+    | notices.SlotReleased
+    | notices.SlotQuery
+    | notices.Ack
+    | notices.Cancel
+    | notices.Drained
+    | notices.Failed
+    | handshake.Ping
+    | handshake.Pong
+    | handshake.Goodbye
+)
+"""The tagged union of all messages."""
