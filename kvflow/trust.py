@@ -77,10 +77,6 @@ class TrustedKey:
         if not self.instance:
             raise ConfigError("public key needs the name of an instance", key=short(self.key))
 
-    def is_of(self, instance: str) -> bool:
-        """Return whether an instance may use this key."""
-        return matches_instance(self.instance, instance)
-
 
 @dataclass(frozen=True)
 class Trust:
@@ -169,7 +165,7 @@ class Trust:
 
     def keys_of(self, instance: str) -> tuple[str, ...]:
         """Return the keys that an instance may use."""
-        return _distinct([one.key for one in self.peers if one.is_of(instance)])
+        return _distinct([one.key for one in self.peers if matches_instance(one.instance, instance)])
 
     def for_instance(self, instance: str) -> "ClientKeys | None":
         """Return the keys for connecting to a rank of an instance; None for plain transport."""

@@ -8,6 +8,7 @@ have not ended by then are never reported as ended, so their pages are not reuse
 import asyncio
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -23,6 +24,8 @@ from kvflow.geometry.memory import MemoryRange
 from kvflow.geometry.plan import Descriptors
 
 __all__ = ["RankEndpoint", "SharedBackend"]
+
+Moves = TypeVar("Moves")
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -286,21 +289,11 @@ class RankEndpoint(Backend):
 
     @override
     def post(self, post_id: int, peer: str, descriptors: Descriptors, notice: bytes) -> None:
-        number = self._begin(post_id, peer)
-        try:
-            self._shared.inner.post(number, peer, descriptors, notice)
-        except BaseException:
-            self._refused(number, post_id)
-            raise
+        self._post(self._shared.inner.post, post_id, peer, descriptors, notice)
 
     @override
     def post_blocks(self, post_id: int, peer: str, blocks: Blocks, notice: bytes) -> None:
-        number = self._begin(post_id, peer)
-        try:
-            self._shared.inner.post_blocks(number, peer, blocks, notice)
-        except BaseException:
-            self._refused(number, post_id)
-            raise
+        self._post(self._shared.inner.post_blocks, post_id, peer, blocks, notice)
 
     @override
     def watch(self, *, active: bool) -> None:
@@ -352,15 +345,19 @@ class RankEndpoint(Backend):
         self._idle.set()
         self._on_broken(error)
 
-    def _begin(self, post_id: int, peer: str) -> int:
+    def _post(
+        self, post: Callable[[int, str, Moves, bytes], None], post_id: int, peer: str, moves: Moves, notice: bytes
+    ) -> None:
         if peer not in self._peers:
             raise BackendError("peer is not connected", peer=peer)
         self._running[post_id] = None
-        return self._shared.begin(self, post_id)
-
-    def _refused(self, number: int, post_id: int) -> None:
-        del self._running[post_id]
-        self._shared.forget(number)
+        number = self._shared.begin(self, post_id)
+        try:
+            post(number, peer, moves, notice)
+        except BaseException:
+            del self._running[post_id]
+            self._shared.forget(number)
+            raise
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -250,10 +250,7 @@ class Intake:
                     self._tcp.shut(fd)  # libzmq then reports its end
         if len(fds) > LOOKED_AT_ONCE:
             self._timer = self._loop.call_soon(self._check_some, fds[LOOKED_AT_ONCE:])
-        else:
-            self._close_excessive()
-
-    def _close_excessive(self) -> None:
+            return
         self._carry_out(self.unread.excessive())
         is_needed = self.unread.num_read or self.unread.ended
         self._timer = self._loop.call_later(self._check_s, self._check) if is_needed else None
