@@ -299,5 +299,4 @@ def _epolls() -> set[int]:
 
 def _watched_by(fd: int) -> set[int]:
     """Return the descriptors watched by an epoll instance."""
-    lines = (DETAILS / str(fd)).read_text().splitlines()
-    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+    return {int(watched) for watched, _ in WATCHED.findall((DETAILS / str(fd)).read_text("ascii"))}

@@ -284,17 +284,13 @@ def _answered(family: socket.AddressFamily, message: memoryview) -> Row:
 
 def _listed() -> list[Row]:
     rows = []
-    for table in TABLES:
-        if table.exists():
-            lines = table.read_text("ascii").splitlines()[1:]
-            rows += [_row(line.split()) for line in lines]
+    for table in filter(Path.exists, TABLES):
+        for line in table.read_text("ascii").splitlines()[1:]:
+            fields = line.split()
+            unsent, unread = fields[4].split(":")
+            ends = (fields[1].removeprefix(MAPPED), fields[2].removeprefix(MAPPED))
+            rows.append(Row(ends, fields[3], int(unsent, 16), int(unread, 16), int(fields[9])))
     return rows
-
-
-def _row(fields: list[str]) -> Row:
-    unsent, unread = fields[4].split(":")
-    ends = (fields[1].removeprefix(MAPPED), fields[2].removeprefix(MAPPED))
-    return Row(ends, fields[3], int(unsent, 16), int(unread, 16), int(fields[9]))
 
 
 def _port(address: str) -> str:

@@ -188,21 +188,21 @@ class Library:
                 "Mooncake ends the process when MC_LOG_DIR is set; unset it", MC_LOG_DIR=os.environ["MC_LOG_DIR"]
             )
         self.engine: ModuleType = _import_engine()
-        if os.environ.get("MC_LOG_LEVEL") == "ERROR":
-            _set_log_level(self.engine, FATAL)
+        self._level = _level_variable(str(self.engine.__file__))
+        if self._level is not None and os.environ.get("MC_LOG_LEVEL") == "ERROR":
+            self._level.value = FATAL
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
         """Suppress the log inside the block, whatever the log level is."""
-        before = _log_level(self.engine)
-        if before is None:
+        if self._level is None:
             yield
             return
-        _set_log_level(self.engine, FATAL)
+        before, self._level.value = self._level.value, FATAL
         try:
             yield
         finally:
-            _set_log_level(self.engine, before)
+            self._level.value = before
 
 
 def _check_builds() -> None:
@@ -239,19 +239,8 @@ def _import_engine() -> ModuleType:
 
 @functools.cache
 def _level_variable(path: str) -> ctypes.c_int32 | None:
+    """Return the minimum level that is logged, if this build uses glog."""
     try:
         return ctypes.c_int32.in_dll(ctypes.CDLL(path), LEVEL_VARIABLE)
     except (OSError, ValueError):
-        return None  # a build with another logging library
-
-
-def _log_level(engine: ModuleType) -> int | None:
-    variable = _level_variable(str(engine.__file__))
-    return None if variable is None else variable.value
-
-
-def _set_log_level(engine: ModuleType, level: int) -> None:
-    """Set the minimum level that is logged, if this build uses glog."""
-    variable = _level_variable(str(engine.__file__))
-    if variable is not None:
-        variable.value = level
+        return None
