@@ -32,8 +32,9 @@ DEVICE_WAITS_AT_ONCE: Final = 48
 work."""
 
 
-EVENT_HANDLES: Final = ("cuda_event", "sycl_event")
-"""Attributes of `torch.cuda.Event` and `torch.xpu.Event` that are 0 until the event is recorded."""
+EVENT_HANDLES: Final = ("cuda_event", "sycl_event", "event_id")
+"""Attributes of `torch.cuda.Event`, `torch.xpu.Event` and `torch.Event` that are 0 until the event is recorded. The
+first that an event has counts."""
 
 
 def make_chunk(
@@ -80,7 +81,8 @@ def _check_event(ready: ReadyEvent) -> None:
     """Raise PlanError unless something can be waited for: an event, which was recorded if it is torch's."""
     if not callable(getattr(ready, "synchronize", None)):
         raise PlanError("`ready` must have a `synchronize` method", type=type(ready).__name__)
-    if any(getattr(ready, handle, True) in (0, None) for handle in EVENT_HANDLES):
+    handles = [getattr(ready, handle) for handle in EVENT_HANDLES if hasattr(ready, handle)]
+    if handles and not handles[0]:
         raise PlanError(
             "event was never recorded, so it would count as done: record it before the chunk is sent",
             type=type(ready).__name__,

@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from kvflow import ConfigError, Outcome, TokenPages, ticket_for_room
+from kvflow.backends import nixl
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread
 from kvflow.engines.vllm import bootstrap, shortage, worker
 from kvflow.engines.vllm.bootstrap import serve_query
@@ -30,6 +32,8 @@ from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.shortage import BlockShortage
 from kvflow.engines.vllm.worker import ConnectorWorker, Results
 from kvflow.errors import FailureReason, KvflowError, LayoutError
+from kvflow.testing.device import FakeDevice, on_fake_device
+from tests.support.device_tensors import device_tensor
 from tests.support.ports import unused_port
 
 BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
@@ -85,6 +89,21 @@ def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted:
     )
 
 
+class DeviceEvent:
+    """An event of a device that computes nothing before someone waits for it."""
+
+    queued: ClassVar[list[Callable[[], None]]] = []
+    event_id = 0
+
+    def record(self) -> None:
+        self.event_id = 1
+        self._kernels = self.queued.copy()
+
+    def synchronize(self) -> None:
+        for kernel in self._kernels:
+            kernel()
+
+
 class Server:
     """A scheduler and a worker, with vLLM's step around them.
 
@@ -97,11 +116,24 @@ class Server:
         num_shown: `num_held` when vLLM last asked for metrics: after `get_transfer_results`, before the report.
     """
 
-    def __init__(self, options: Options, *groups: Any, is_prefill: bool, patience_s: float = 0.001) -> None:
-        self.cells = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK, CONTENT), np.uint8)
+    def __init__(
+        self,
+        options: Options,
+        *groups: Any,
+        is_prefill: bool,
+        patience_s: float = 0.001,
+        device: FakeDevice | None = None,
+    ) -> None:
+        shape = (LAYERS, BLOCKS, HEADS, BLOCK, CONTENT)
+        tensors: Any = np.zeros(shape, np.uint8)
+        self.cells = tensors
+        if device is not None:
+            memory = device.allocate(tensors.size)
+            self.cells, tensors = memory.array.reshape(shape), device_tensor(memory, shape)
         self.groups = describe_groups(groups or [group()])
-        caches = describe(list(self.cells), *groups)
+        caches = describe(list(tensors), *groups)
         place = Place("server", 0, 1, is_prefill, not is_prefill, str)
+        self.caches = caches
         self.ranks = open_ranks(options, place, caches.layout)
         self.ended: list[BlockingSender | BlockingReceiver] = []
         self.worker = ConnectorWorker(
@@ -148,7 +180,7 @@ class Server:
             for token in range(has[0], has[0] + has[1]):
                 for kind, table in zip(self.groups, has[2], strict=True):
                     layers = [int(name.removeprefix("layer")) for name in kind.layers]
-                    self.cells[layers, table[token // BLOCK], :, token % BLOCK] = token + 1
+                    self._compute((layers, table[token // BLOCK], slice(None), token % BLOCK), token + 1)
         for layer in range(LAYERS):
             self.worker.layer_saved(f"layer{layer}")
         self.worker.receive(orders)
@@ -156,6 +188,13 @@ class Server:
         results = self.worker.take_results(finished)
         self.num_shown = self.num_held
         self._take(results, self.worker.take_report())
+
+    def _compute(self, where: tuple[Any, ...], value: int) -> None:
+        kernel = partial(self.cells.__setitem__, where, value)
+        if self.caches.layout.is_on_host:
+            kernel()
+        else:
+            DeviceEvent.queued.append(kernel)
 
     def _tables(self, blocks: Sequence[Any]) -> list[list[int]]:
         return [list(table) for table in (blocks if isinstance(blocks[0], list) else [blocks])]
@@ -187,12 +226,14 @@ class Server:
 
 
 @contextmanager
-def servers(*groups: Any, patience_s: float = 0.001, **options: Any) -> Iterator[tuple[Server, Server]]:
+def servers(
+    *groups: Any, patience_s: float = 0.001, device: FakeDevice | None = None, **options: Any
+) -> Iterator[tuple[Server, Server]]:
     read = read_options({"backend": "memory", "timeouts": TIMEOUTS, **options})
     with ExitStack() as stack:
         made = []
         for is_prefill in (True, False):
-            made.append(Server(read, *groups, is_prefill=is_prefill, patience_s=patience_s))
+            made.append(Server(read, *groups, is_prefill=is_prefill, patience_s=patience_s, device=device))
             stack.callback(made[-1].worker.close)
         yield made[0], made[1]
 
@@ -251,6 +292,23 @@ def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_loc
     assert not any(target.tokens(DECODE[:skipped]))
     target.until(lambda: not any(target.pool.holders))
     source.until(lambda: not any(source.pool.holders))
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["after each step", "layer by layer"])
+@pytest.mark.parametrize("is_high", [False, True], ids=["low", "high"])
+def test_caches_on_a_device_are_read_after_its_events(
+    monkeypatch: pytest.MonkeyPatch, *, is_high: bool, layerwise: bool
+) -> None:
+    monkeypatch.setattr(nixl, "NixlBackend", on_fake_device(nixl.NixlBackend))
+    monkeypatch.setattr(torch, "Event", DeviceEvent)
+    monkeypatch.setattr(DeviceEvent, "queued", [])
+    device = FakeDevice(1, is_high=is_high)
+    with servers(backend="nixl", layerwise=layerwise, device=device) as (source, target):
+        _, params = prefill(source, 3, 8)
+        begin_decode(target, params)
+        target.until(lambda: "d" in target.told.received)
+        assert not target.told.failed
+        assert target.tokens(DECODE)[:PROMPT] == list(range(1, PROMPT + 1))
 
 
 @pytest.mark.timeout(60)

@@ -325,6 +325,11 @@ def test_an_event_that_was_never_recorded_is_refused(kind: Any, handle: str) -> 
     assert make_chunk(layout, (0, 4), table((0, 4)), ready=recorded).ready is recorded
 
 
+def test_an_event_of_any_accelerator_that_was_never_recorded_is_refused() -> None:
+    with pytest.raises(PlanError, match="never recorded"):
+        make_chunk(make_pool().layout, (0, 4), table((0, 4)), ready=torch.Event())
+
+
 @pytest.mark.slow
 async def test_an_event_that_never_fires_ends_both_sides_and_nothing_of_its_layers_is_read() -> None:
     async with instances() as ranks, anyio.create_task_group() as tasks:

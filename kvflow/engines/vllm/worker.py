@@ -424,6 +424,6 @@ def _record(caches: Caches) -> Any:
     """Record an event on the current device stream; return None on the CPU, which computes synchronously."""
     if caches.layout.memory_kind != "VRAM":
         return None
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.Event()  # of whatever accelerator torch has
     event.record()
     return event
