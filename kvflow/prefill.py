@@ -1,5 +1,6 @@
 """The prefill side: what an engine embeds in each prefill worker."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Final, assert_never
 
@@ -27,7 +28,7 @@ from kvflow.room import RoomId
 from kvflow.sender import RoomSender
 from kvflow.stages.bootstrap import HelloChecks
 from kvflow.stages.context import PeerAgents
-from kvflow.stages.enqueue import CapacityLine, DeviceWaits
+from kvflow.stages.enqueue import DeviceWaits
 from kvflow.stages.grants import GrantCollector, RankMessage
 from kvflow.stages.planning import Planning
 from kvflow.stages.submit import Submit
@@ -91,6 +92,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
         self._endpoint: str | None = None
+        self._calls = itertools.count()
 
     @property
     def endpoint(self) -> str:
@@ -141,6 +143,14 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         address = self.config.registry or self.endpoint
         ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint)
         return ticket.signed(self._trust.ticket_keys).as_dict()
+
+    def has_capacity(self, room: RoomId) -> bool:
+        """Return whether a chunk of a room may be offered now, without waiting for others."""
+        return self._core.line.is_open(room)
+
+    def next_call(self) -> int:
+        """Return a number for a call that waits for capacity."""
+        return next(self._calls)
 
     @override
     def _post_counts(self) -> PostCounts:
@@ -195,7 +205,6 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         self._core = PrefillCore(self.me, settings)
         self._grants = GrantCollector(self._context, self._core, settings, self._send)
         self._start(self._handle, settings)
-        self.line = CapacityLine(self._core.queue.full, self._core.rooms.peers_of)
         self._device_waits = DeviceWaits(self._context)
         self._planning = Planning(self._context, self.layout, backend, self._submit, staging)
         self._gate = ListenerGate(self._listener.names_of)
@@ -245,8 +254,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
                 self._device_waits.start(effect)
             case ef.YieldTurn():
                 self._dispatcher.dispatch_soon(ev.TurnContinued())
-            case ef.AdmitChunks():
-                self.line.admit()
+            case ef.AdmitChunk(room, call):
+                if (sender := self._transfers.by_key.get(room)) is not None:
+                    sender.admit_call(call)
             case ef.CheckHello(connection, hello):
                 self._hellos.start(connection, hello)
             case ef.DisconnectTransport(peer):

@@ -1,6 +1,7 @@
 """The engine's view of a room that is sent: it offers chunks, and gets its pages back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -47,6 +48,7 @@ class RoomSender(Transfer):
         "_is_quiescing",
         "_num_quiesced",
         "_quiesced",
+        "_waiting",
         "is_quiesced",
         "resume_at",
         "wanted",
@@ -68,6 +70,7 @@ class RoomSender(Transfer):
         self._granted = Flag()
         self._is_finished = False
         self._footprint = NO_MEMORY
+        self._waiting: dict[int, Flag] = {}
 
     @property
     def layout(self) -> KVLayout:
@@ -147,14 +150,11 @@ class RoomSender(Transfer):
         """Send a chunk whose arguments have been checked; `chunk` and `finish` use this."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         if not self.offer_nowait(chunk):
-            line, num_quiesced = self._rank.line, self._num_quiesced
-            await line.wait(self.room)
-            try:
+            num_quiesced = self._num_quiesced
+            async with self._turn():
                 if num_quiesced == self._num_quiesced:  # else `quiesce` has dropped all waiting chunks of the room
                     self._raise_if_failed()
                     self._offer(chunk)
-            finally:
-                line.admit()
         if not chunk.last:  # let other tasks run; after the last chunk, the engine waits anyway
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
@@ -164,7 +164,7 @@ class RoomSender(Transfer):
         self._raise_if_failed()
         if self._is_quiescing:
             raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
-        if not self._rank.line.is_open(self.room):
+        if not self._rank.has_capacity(self.room):
             return False
         self._offer(chunk)
         return True
@@ -178,6 +178,28 @@ class RoomSender(Transfer):
         self._is_finished = chunk.last
         self.is_quiesced = False
         self._footprint = self._footprint.plus(footprint)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for capacity, or until the transfer has failed or is being quiesced; then the next call has its turn."""
+        call, turn = self._rank.next_call(), Flag()
+        self._rank.request(ev.ChunkWaits(self.room, call))
+        self._waiting[call] = turn
+        try:
+            await turn.wait()
+            yield
+        finally:
+            del self._waiting[call]
+            self._rank.dispatch(ev.WaitEnded(call))
+
+    def admit_call(self, call: int) -> None:
+        """Let a call go on that waits for capacity, unless it is gone."""
+        if call in self._waiting:
+            self._waiting[call].set()
+
+    def _end_waits(self) -> None:
+        for turn in self._waiting.values():
+            turn.set()
 
     def report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
         """Record that every decode rank has granted."""
@@ -224,7 +246,7 @@ class RoomSender(Transfer):
                 self._is_quiescing = False
                 raise
             self._num_quiesced += 1
-            self._rank.line.leave(self.room)
+            self._end_waits()
 
     def report_quiesced(self, resume_at: int | None) -> None:
         """Record that nothing reads the posted pages any more."""
@@ -245,7 +267,7 @@ class RoomSender(Transfer):
             self._granted.set()  # end all waits
             self._quiesced.set()
         if failure is not None:
-            self._rank.line.leave(self.room)
+            self._end_waits()
 
     def start_lease(self) -> None:
         """Start `Timeouts.grant_s`, once the other side could ask: the ticket has left. See `PrefillRank.send`.

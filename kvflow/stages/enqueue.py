@@ -1,14 +1,8 @@
-"""Second stage: checks the engine's chunks, and holds them until there is capacity and their data has been computed.
-
-When too many chunks are queued for one decode rank, calls of `chunk()` for its rooms wait. This is how backpressure
-reaches the engine.
-"""
+"""Second stage: checks the engine's chunks, and waits until their data has been computed."""
 
 import itertools
 import operator
-from asyncio import Future, get_running_loop
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -19,13 +13,12 @@ from kvflow.errors import FailureReason, PlanError, Stage, describe
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages, build_page_tables, normalize
 from kvflow.geometry.ranges import TokenRange, check_range
-from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
 from kvflow.state.effects import AwaitData
 from kvflow.state.events import Chunk, DataReady, LayersReady, PrefillEvent, ReadyEvent
-from kvflow.wire.messages import Failure, PeerId
+from kvflow.wire.messages import Failure
 
-__all__ = ["CapacityLine", "DeviceWaits", "finish_chunk", "make_chunk"]
+__all__ = ["DeviceWaits", "finish_chunk", "make_chunk"]
 
 DEVICE_WAITS_AT_ONCE: Final = 48
 """Maximum number of threads that wait for devices; less than the number of worker threads, to leave some for other
@@ -104,92 +97,6 @@ def _check_layers(layers: Sequence[LayersReady], ready: ReadyEvent | None) -> tu
     if any(stop <= start for start, stop in itertools.pairwise(stops)):
         raise PlanError("`layers` must be in ascending order", stops=stops[1:])
     return groups
-
-
-@dataclass(slots=True, eq=False)
-class _WaitingChunk:
-    """A waiting call of `chunk()`. Later calls whose rooms go to one of `peers` wait behind it."""
-
-    room: RoomId
-    turn: Future[None]
-    peers: tuple[PeerId, ...] = ()
-
-
-class CapacityLine:
-    """A queue of rooms that wait to offer a chunk, first in, first out among rooms for the same decode ranks.
-
-    `full` are those for which no more chunks may be queued now; `peers_of` returns those that have requested a room.
-    """
-
-    def __init__(self, full: Collection[PeerId], peers_of: Callable[[RoomId], Iterable[PeerId]]) -> None:
-        self._full = full
-        self._peers_of = peers_of
-        self._waiting: dict[_WaitingChunk, None] = {}
-        self._by_room: dict[RoomId, list[_WaitingChunk]] = {}
-        self._num_waiting: dict[PeerId, int] = {}
-
-    def is_open(self, room: RoomId) -> bool:
-        """Return whether a chunk of a room may be offered without waiting."""
-        if not self._full and not self._waiting:
-            return True
-        return not any(peer in self._full or peer in self._num_waiting for peer in self._peers_of(room))
-
-    async def wait(self, room: RoomId) -> None:
-        """Wait for this room's turn, or until `leave` is called for it. Then offer the chunk, and call `admit`.
-
-        If cancelled, the turn passes to the next room.
-        """
-        place = _WaitingChunk(room, get_running_loop().create_future())
-        self._waiting[place] = None
-        self._by_room.setdefault(room, []).append(place)
-        self._update_peers(place)
-        try:
-            await place.turn
-        except BaseException:
-            self._remove(place)
-            self.admit()
-            raise
-        self._remove(place)
-
-    def admit(self) -> None:
-        """Admit the first room that has capacity. Call it when capacity may have become free, and after each chunk."""
-        before: set[PeerId] = set()
-        for place in self._waiting:
-            if place.turn.done():
-                return  # it runs next, and then calls `admit` again
-            self._update_peers(place)
-            if not any(peer in self._full or peer in before for peer in place.peers):
-                place.turn.set_result(None)
-                return
-            before.update(place.peers)
-
-    def leave(self, room: RoomId) -> None:
-        """Stop waiting for a room that has failed."""
-        for place in self._by_room.get(room, ()):
-            if not place.turn.done():
-                place.turn.set_result(None)
-
-    def _update_peers(self, place: _WaitingChunk) -> None:
-        """Update the decode ranks that have requested a room; more may do so while it waits."""
-        peers = tuple(self._peers_of(place.room))
-        if peers != place.peers:
-            self._count(place.peers, -1)
-            self._count(peers, 1)
-            place.peers = peers
-
-    def _count(self, peers: Iterable[PeerId], by: int) -> None:
-        for peer in peers:
-            count = self._num_waiting.pop(peer, 0) + by
-            if count:
-                self._num_waiting[peer] = count
-
-    def _remove(self, place: _WaitingChunk) -> None:
-        del self._waiting[place]
-        self._count(place.peers, -1)
-        of_room = self._by_room[place.room]
-        of_room.remove(place)
-        if not of_room:
-            del self._by_room[place.room]
 
 
 class DeviceWaits:

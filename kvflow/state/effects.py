@@ -17,7 +17,7 @@ from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
 
 __all__ = [
-    "AdmitChunks",
+    "AdmitChunk",
     "AwaitData",
     "CheckHello",
     "CompileRoutes",
@@ -167,8 +167,11 @@ class YieldTurn(msgspec.Struct, frozen=True):
     """Yield to the event loop, then report TurnContinued: more pieces can be posted."""
 
 
-class AdmitChunks(msgspec.Struct, frozen=True):
-    """Offer chunks that have waited for capacity, as long as none of their decode ranks has a full queue."""
+class AdmitChunk(msgspec.Struct, frozen=True):
+    """Let a call go on that has waited for capacity (`ChunkWaits`). It offers its chunk, then `WaitEnded` follows."""
+
+    room: RoomId
+    call: int
 
 
 class ReportGranted(msgspec.Struct, frozen=True):
@@ -358,7 +361,7 @@ PrefillEffect = (
     | PostPlan
     | DropPlan
     | YieldTurn
-    | AdmitChunks
+    | AdmitChunk
     | ReportGranted
     | ReportQuiesced
     | ReportSender

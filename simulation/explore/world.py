@@ -399,7 +399,7 @@ class World:
                 self._check_quiesced(number, room)
                 if resume_at is not None:
                     self.script.append(("P", number, self._chunk(room, resume_at)))
-            case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunks() | ef.CountAnomaly() | ef.LogEvent():
+            case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunk() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # no chunk waits for capacity here, and logs are not read
             case ef.AwaitData():
                 raise PromiseBroken("data is ready at once in these worlds", effect=type(effect).__name__)

@@ -195,7 +195,7 @@ class Bench:
             assert not any(left), counts
             assert not rank._transfers.by_key
         assert not self.world.plane.num_active
-        assert not self.prefill.line._waiting
+        assert not self.prefill._core.line
 
     def assert_gone(self, side: str) -> None:
         """Check that nothing is left of a rank: no task, timer, socket, transport or record."""

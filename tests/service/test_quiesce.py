@@ -183,7 +183,7 @@ async def test_a_chunk_that_waits_for_capacity_is_forgotten() -> None:
                 waits.set()
 
             tasks.start_soon(offer)
-            await until(lambda: ranks.prefill[0].line._waiting)
+            await until(lambda: ranks.prefill[0]._core.line)
             tasks.start_soon(sender.quiesce)
             await waits.wait()
             with pytest.raises(LocalProtocolError, match="being quiesced"):

@@ -1,6 +1,5 @@
-"""Rooms that queue for capacity, and chunks that wait for a device."""
+"""Chunks that are checked, and wait for a device."""
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -17,214 +16,16 @@ from kvflow.errors import FailureReason, PlanError, Stage, ThreadShortage
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
-from kvflow.room import RoomId
 from kvflow.stages.context import StageContext
-from kvflow.stages.enqueue import DEVICE_WAITS_AT_ONCE, CapacityLine, DeviceWaits, finish_chunk, make_chunk
+from kvflow.stages.enqueue import DEVICE_WAITS_AT_ONCE, DeviceWaits, finish_chunk, make_chunk
 from kvflow.state.effects import AwaitData
 from kvflow.state.events import DataReady, DeliveryId, PrefillEvent
 from kvflow.system import system_ports
-from kvflow.wire.messages import PeerId
-from tests.support.cores import DECODE, PREFILL, peer
+from tests.support.cores import DECODE, PREFILL
 from tests.support.instances import make_pool
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-A, B, C = (peer("decode", rank) for rank in range(3))
-
-
-# The line ----------------------------------------------------------------------------------------------------------
-
-
-class Line:
-    """A line, the capacity behind it, and the rooms that passed it.
-
-    Attributes:
-        rooms: Decode ranks of each room.
-        capacity: Number of chunks that each decode rank still accepts.
-        gone: Rooms that had their turn, in order.
-        asked: Rooms whose decode ranks the line has queried, in order.
-    """
-
-    def __init__(self, rooms: dict[RoomId, list[PeerId]], **capacity: int) -> None:
-        self.rooms = rooms
-        self.capacity = {A: capacity.get("a", 0), B: capacity.get("b", 0), C: capacity.get("c", 0)}
-        self.full = {one for one, count in self.capacity.items() if not count}
-        self.gone: list[RoomId] = []
-        self.asked: list[RoomId] = []
-        self.line = CapacityLine(self.full, self._peers_of)
-
-    def _peers_of(self, room: RoomId) -> list[PeerId]:
-        self.asked.append(room)
-        return self.rooms[room]
-
-    async def offer(self, room: RoomId) -> None:
-        """Offer a chunk as an engine does: wait in line if necessary."""
-        if not self.line.is_open(room):
-            await self.line.wait(room)
-        self._go(room)
-        self.line.admit()
-
-    def _go(self, room: RoomId) -> None:
-        self.gone.append(room)
-        for one in self.rooms[room]:
-            self.add(one, -1)
-
-    def add(self, one: PeerId, count: int) -> None:
-        self.capacity[one] += count
-        (self.full.discard if self.capacity[one] else self.full.add)(one)
-
-    async def begin(self, tasks: TaskGroup, *rooms: RoomId) -> None:
-        """Let rooms offer a chunk each, in this order, until they block."""
-        for room in rooms:
-            tasks.start_soon(self.offer, room)
-            await anyio.wait_all_tasks_blocked()
-
-    async def free(self, *peers: PeerId) -> None:
-        """Let each decode rank accept one more chunk."""
-        for one in peers:
-            self.add(one, 1)
-        self.line.admit()
-        await anyio.wait_all_tasks_blocked()
-
-
-async def test_who_has_capacity_does_not_wait() -> None:
-    line = Line({1: [A]}, a=1)
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1)
-        assert line.gone == [1]
-
-
-async def test_rooms_go_in_the_order_in_which_they_came_one_for_each_chunk_that_left() -> None:
-    line = Line({5: [A], 3: [A], 4: [A]})
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 5, 3, 4)
-        assert line.gone == []
-        for expected in ([5], [5, 3], [5, 3, 4]):
-            await line.free(A)
-            assert line.gone == expected
-
-
-async def test_capacity_that_comes_at_once_lets_several_go() -> None:
-    line = Line({1: [A], 2: [A], 3: [A]})
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1, 2, 3)
-        line.add(A, 2)
-        await line.free()
-        assert line.gone == [1, 2]
-        await line.free(A)
-
-
-async def test_who_comes_later_waits_behind_those_who_wait_for_the_same_decode_rank() -> None:
-    line = Line({1: [A, B], 2: [A], 3: [C]}, a=1, c=1)
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1, 2, 3)  # A has capacity, but the first room needs B too
-        assert not line.line.is_open(2)
-        assert line.gone == [3]
-        await line.free(B)
-        assert line.gone == [3, 1]
-        await line.free(A)
-        assert line.gone == [3, 1, 2]
-
-
-async def test_a_room_waits_until_every_decode_rank_of_it_has_capacity() -> None:
-    line = Line({1: [A, B]})
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1)
-        await line.free(A)
-        assert line.gone == []
-        await line.free(B)
-        assert line.gone == [1]
-
-
-@pytest.mark.parametrize("has_turn", [False, True], ids=["waiting", "about to go"])
-async def test_who_is_cancelled_gives_its_turn_to_the_next(has_turn: bool) -> None:
-    line = Line({1: [A], 2: [A]})
-    first = asyncio.create_task(line.offer(1))
-    await anyio.wait_all_tasks_blocked()
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 2)
-        if has_turn:
-            line.add(A, 1)
-            line.line.admit()  # the turn is given, the task has not run yet
-            first.cancel()
-            await anyio.wait_all_tasks_blocked()
-        else:
-            first.cancel()
-            await line.free(A)
-        assert line.gone == [2]
-    assert first.cancelled()
-
-
-async def test_who_has_failed_stops_waiting_and_holds_nobody_up() -> None:
-    line = Line({1: [A, B], 2: [A]}, a=2)
-    left: list[RoomId] = []
-
-    async def wait_in_vain() -> None:
-        await line.line.wait(1)
-        left.append(1)
-        line.line.admit()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait_in_vain)
-        await anyio.wait_all_tasks_blocked()
-        await line.begin(tasks, 2)
-        line.line.leave(1)
-        await anyio.wait_all_tasks_blocked()
-        assert (left, line.gone) == ([1], [2])
-
-
-async def test_leaving_a_line_that_one_does_not_stand_in_does_nothing() -> None:
-    line = Line({1: [A], 2: [A]})
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1)
-        line.line.leave(2)
-        await anyio.wait_all_tasks_blocked()
-        assert line.gone == []
-        await line.free(A)
-        assert line.gone == [1]
-
-
-async def test_nothing_is_kept_of_who_has_gone() -> None:
-    line = Line({1: [A], 2: [A]})
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1, 2)
-        line.line.leave(1)
-        await line.free(A, A)
-    kept = line.line
-    assert not kept._waiting
-    assert not kept._by_room
-    assert not kept._num_waiting
-
-
-async def test_whether_a_room_must_wait_is_seen_without_looking_at_everybody_who_waits() -> None:
-    many: dict[RoomId, list[PeerId]] = {room: [A] for room in range(100)}
-    line = Line({**many, 100: [A, B], 101: [B]}, b=1)
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, *many)
-        line.asked.clear()
-        assert line.line.is_open(101)
-        line.add(A, 1)
-        assert not line.line.is_open(100)
-        assert line.asked == [101, 100]
-        for room in many:
-            line.line.leave(room)
-        assert line.asked == [101, 100]
-        line.add(A, 100)
-
-
-async def test_who_asks_for_a_waiting_room_meanwhile_is_kept_for_it() -> None:
-    line = Line({1: [A], 2: [B]}, b=1)
-    async with anyio.create_task_group() as tasks:
-        await line.begin(tasks, 1)
-        line.rooms[1] = [A, B]
-        await line.free()
-        await line.begin(tasks, 2)  # there is capacity, but the first room waits for this decode rank too
-        assert line.gone == []
-        line.rooms[1] = [A, C]
-        await line.free(A, C)
-        assert line.gone == [1, 2]
-
 
 # Devices -----------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvflow.wire.messages import AnyMessage, Failure, Hello, PeerId, Staged, Sta
 __all__ = [
     "Chunk",
     "ChunkOffered",
+    "ChunkWaits",
     "DataReady",
     "DeliveryId",
     "HelloChecked",
@@ -41,6 +42,7 @@ __all__ = [
     "SendOpened",
     "SendRefused",
     "TurnContinued",
+    "WaitEnded",
 ]
 
 
@@ -135,6 +137,23 @@ class ChunkOffered(msgspec.Struct, frozen=True):
     room: RoomId
     chunk: Chunk
     footprint: Footprint = NO_MEMORY
+
+
+class ChunkWaits(msgspec.Struct, frozen=True):
+    """The engine wants to offer a chunk, and there is no capacity for it now.
+
+    Attributes:
+        call: Number of the call of `chunk()` that waits, unique in this rank.
+    """
+
+    room: RoomId
+    call: int
+
+
+class WaitEnded(msgspec.Struct, frozen=True):
+    """A call no longer waits: it was admitted and has offered its chunk, or has failed or was cancelled."""
+
+    call: int
 
 
 class QuiesceAsked(msgspec.Struct, frozen=True):
@@ -272,6 +291,8 @@ PrefillEvent = (
     SendOpened
     | SendRefused
     | ChunkOffered
+    | ChunkWaits
+    | WaitEnded
     | QuiesceAsked
     | LeaseStarted
     | ReclaimAsked

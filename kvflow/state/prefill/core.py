@@ -7,11 +7,12 @@ from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
 from kvflow.state.drain import DrainState
-from kvflow.state.effects import AdmitChunks, CountAnomaly, DisconnectTransport, PrefillEffect, Reply
+from kvflow.state.effects import CountAnomaly, DisconnectTransport, PrefillEffect, Reply
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
 from kvflow.state.prefill.deadlines import DeclineForgotten, PostStalled, PrefillTimer, RoomUnopened, SlotUnreturned
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.handshakes import Handshakes
+from kvflow.state.prefill.line import CapacityLine
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept
 from kvflow.state.prefill.posting import Posting
 from kvflow.state.prefill.queue import PieceQueue
@@ -56,6 +57,7 @@ class PrefillCore:
         self.queue = PieceQueue(settings.limits, self.local_slots, self.slots)
         context, failed = SendContext(me, settings, self.peers, self.queue, self.slots), FailedRooms()
         self.rooms = Rooms(context, failed, self.timers, self.quarantine)
+        self.line = CapacityLine(self.queue.full, self.rooms.peers_of)
         self.requests = Requests(context, self.rooms, failed, self.timers)
         self._settings = settings
         self._leaving = DrainState()
@@ -73,7 +75,7 @@ class PrefillCore:
         effects += self.posting.take_turn(now)
         if self.queue.has_freed_capacity:
             self.queue.has_freed_capacity = False
-            effects.append(AdmitChunks())
+            effects += self.line.admit()
         return effects
 
     def missing_proofs(self, key: RoomId) -> list[MissingProof]:
@@ -112,6 +114,8 @@ class PrefillCore:
                 return self._revoked(event.peer, now)
             case ev.ChunkOffered():
                 return self.rooms.offer(event.room, event.chunk, event.footprint, now)
+            case ev.ChunkWaits() | ev.WaitEnded():
+                return self._chunk_waits(event)
             case ev.PostEnded():
                 return self._post_ended(event, now)
             case ev.SendOpened():
@@ -156,12 +160,23 @@ class PrefillCore:
                 self._leaving.close(event.failure)
                 return [*self.requests.refuse_waiting(event.failure), *self.rooms.close(event.failure, now)]
             case ev.TransportClosed():
-                return [
-                    Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
-                    for connection, peer in self.peers.connections().items()
-                ]
+                return self._goodbyes()
             case _:
                 assert_never(event)
+
+    def _chunk_waits(self, event: ev.ChunkWaits | ev.WaitEnded) -> list[PrefillEffect]:
+        """Queue a call that waits for capacity, or admit the next one."""
+        if isinstance(event, ev.WaitEnded):
+            return [*self.line.remove_call(event.call)]
+        self.line.add_call(event.call, event.room)
+        return []
+
+    def _goodbyes(self) -> list[PrefillEffect]:
+        """Tell every decode rank that the transport is closed, and whether all of its writes have ended."""
+        return [
+            Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
+            for connection, peer in self.peers.connections().items()
+        ]
 
     def _look_again(self, peer: PeerId) -> None:
         self.queue.look_again(peer)

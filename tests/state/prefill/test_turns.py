@@ -5,7 +5,7 @@ import pytest
 from kvflow.bounds import Bounds
 from kvflow.config import Limits
 from kvflow.state import events as ev
-from kvflow.state.effects import AdmitChunks, DropPlan, PostPlan, PrefillEffect, YieldTurn
+from kvflow.state.effects import AdmitChunk, DropPlan, PostPlan, PrefillEffect, YieldTurn
 from kvflow.state.prefill.posting import PIECES_PER_TURN
 from kvflow.wire.messages import Cancel, Drained, Failed, Grant, Staged
 from tests.support.cores import (
@@ -203,7 +203,7 @@ def test_a_released_delivery_is_proved_also_by_a_piece_that_cannot_be_planned() 
 
 
 def has_capacity(core: PrefillDriver, room: int) -> bool:
-    return core.core.queue.full.keys().isdisjoint(core.core.rooms.peers_of(room))
+    return core.core.line.is_open(room)
 
 
 def full(limits: Limits) -> PrefillDriver:
@@ -223,15 +223,20 @@ def test_a_chunk_may_be_offered_while_fewer_pieces_wait_than_allowed() -> None:
 def test_chunks_that_wait_for_capacity_are_offered_when_there_is_some_again() -> None:
     core = full(Bounds(posts_per_peer=1, queued_chunks=2))
     assert not has_capacity(core, ROOM)
+    assert core(ev.ChunkWaits(ROOM, 7)) == core(ev.ChunkWaits(ROOM, 8)) == []
     effects = end(core, 0)
-    assert effects[-1] == AdmitChunks()
+    assert effects[-1] == AdmitChunk(ROOM, 7)
+    core(chunk(6, 8))
+    assert core(ev.WaitEnded(7)) == []
+    assert end(core, 1)[-1] == AdmitChunk(ROOM, 8)
+    assert core(ev.WaitEnded(8)) == []
     assert has_capacity(core, ROOM)
-    assert AdmitChunks() not in end(core, 1)
 
 
 def test_an_end_frees_capacity_for_chunks_to_the_same_decode_rank() -> None:
     core = full(Bounds(posts_per_peer=1, queued_chunks=2))
-    assert AdmitChunks() in core(ev.SendAborted(ROOM, ABORTED))
+    core(ev.ChunkWaits(ROOM, 7))
+    assert AdmitChunk(ROOM, 7) in core(ev.SendAborted(ROOM, ABORTED))
 
 
 def test_a_decode_rank_with_too_much_in_line_holds_up_only_rooms_that_it_asked_for() -> None:
