@@ -4,6 +4,7 @@
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
 # make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; a quarter of an hour
+# make test-device   what needs a CUDA device, step by step, in ten minutes, with a table; installs into .cache (STEPS="events,..." runs some; FAKE_DEVICE=low rehearses it on a fake device)
 # make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    fuzz 20,000 pairs of layouts against the slow oracle, and live ranks with a million malformed messages; half an hour
 # make docs    regenerate the generated parts of docs/
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: audit lock mutants demo test test-all test-pythons test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
+.PHONY: audit lock mutants demo test test-all test-pythons test-device test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
@@ -38,6 +39,10 @@ test-sglang:
 
 test-vllm:
 	PYTHON=$(PYTHON) sh scripts/test-vllm.sh .cache/vllm
+
+# It starts with nothing but Python: installing is one of its steps.
+test-device: $(if $(FAKE_DEVICE),install)
+	$(if $(FAKE_DEVICE),$(BIN)/python,$(PYTHON)) -m tests.device --steps "$(STEPS)"
 
 test-transformers: install
 	$(PYTEST) tests/engines/transformers

@@ -8,7 +8,7 @@ from itertools import product
 import msgspec
 
 from benchmarks.options import counts
-from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load
+from benchmarks.pair.loads import MAX_TABLES, SHAPES, TABLES, Load, Table
 from benchmarks.pair.options import add_pair_options, check_pair_options
 from benchmarks.pair.processes import Pair, Round, Rounds, open_pair, rounds_in_turn
 from benchmarks.rows import Measured, Row, Tail, best_bare, compare, percentile, print_rows
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pair_options(parser, tokens="16,256")
     in_flight = "numbers of requests in flight"
     parser.add_argument("--in-flight", type=counts, default="1,16,64", metavar="N,...", help=in_flight)
+    parser.add_argument("--table", default="random", choices=TABLES, help="order of the pages on both sides")
     parser.add_argument("--requests", type=int, default=256, metavar="N", help="requests in each round")
     parser.add_argument("--keys", action="store_true", help="encrypt the control channel")
 
@@ -44,6 +45,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         requests=arguments.requests,
         pool_bytes=arguments.pool_megabytes * 2**20,
         has_keys=arguments.keys,
+        memory=arguments.memory,
+        table=arguments.table,
     )
     return lambda: print_rows(lambda on_row: measure_handovers(settings, on_row), is_json=arguments.json)
 
@@ -61,6 +64,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
             requests per lane.
         pool_bytes: Minimum pool size of each side, so that caches do not hold all pages.
         has_keys: The control channel has keys.
+        memory: Where the pools are, a name in `MEMORIES`.
+        table: Order of the pages on both sides.
     """
 
     backend: str = "nixl"
@@ -71,6 +76,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 256
     pool_bytes: int = 2**28
     has_keys: bool = False
+    memory: str = "host"
+    table: Table = "random"
 
 
 async def measure_handovers(settings: HandoverSettings, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
@@ -86,9 +93,13 @@ async def measure_handovers(settings: HandoverSettings, on_row: Callable[[Row], 
     """
     rows: list[Row] = []
     tokens = max(settings.tokens) * max(settings.in_flight)
-    pool_bytes, has_keys = settings.pool_bytes, settings.has_keys
     async with open_pair(
-        settings.backend, settings.shape, num_bytes=pool_bytes, tokens=tokens, has_keys=has_keys
+        settings.backend,
+        settings.shape,
+        num_bytes=settings.pool_bytes,
+        tokens=tokens,
+        memory=settings.memory,
+        has_keys=settings.has_keys,
     ) as pair:
         async for row in _measure(pair, settings):
             rows.append(row)
@@ -111,7 +122,7 @@ def _load(settings: HandoverSettings, tokens: int, lanes: int, *, is_announced: 
     return Load(
         way="kvflow",
         tokens=tokens,
-        table="random",
+        table=settings.table,
         count=max(2 * lanes, settings.requests * settings.tokens[0] // tokens),
         tables=max(1, min(MAX_TABLES, settings.pool_bytes // num_bytes) // lanes) * lanes,
         lanes=lanes,

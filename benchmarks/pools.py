@@ -1,12 +1,13 @@
 """Paged memory of one rank in numpy, in which every cell of every token is identifiable."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from benchmarks.pool_memory import PoolMemory
 from kvflow.geometry import Component, KVLayout, MemoryRange, Region
 
 __all__ = ["PagePool", "Pages", "PoolShape", "page_tables"]
@@ -74,23 +75,34 @@ class PagePool:
     Attributes:
         shape: Shape of the cache.
         num_pages: Usable pages.
-        memory: All bytes, uint8[bytes].
+        place: Where the memory is.
+        memory: All bytes, uint8[bytes]; a copy if they are on a device.
         tensor_bytes: Distance between the starts of two tensors.
         layout: Layout for kvflow.
+
+    Args:
+        allocate: Allocates the memory, given a number of bytes.
     """
 
-    def __init__(self, shape: PoolShape, num_pages: int, fingerprint: str = "bench") -> None:
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_pages: int,
+        fingerprint: str = "bench",
+        allocate: Callable[[int], PoolMemory] = PoolMemory,
+    ) -> None:
         self.shape = shape
         self.num_pages = num_pages
         self.tensor_bytes = (num_pages + SPARE_PAGES) * shape.page_bytes
-        self.memory = np.zeros(shape.num_tensors * self.tensor_bytes, np.uint8)
-        self.layout = KVLayout((Component("kv", self._regions()),), fingerprint, (self.range,))
-        self.layout.keep([self.memory])
+        self.place = allocate(shape.num_tensors * self.tensor_bytes)
+        self.memory = self.place.array
+        self.layout = KVLayout((Component("kv", self._regions()),), fingerprint, (self.range,), *self.place.location)
+        self.layout.keep([self.place])
 
     @property
     def range(self) -> MemoryRange:
         """The whole memory."""
-        return MemoryRange(int(self.memory.ctypes.data), self.memory.nbytes)
+        return self.place.range
 
     def cells(self, dtype: DTypeLike = np.uint64) -> NDArray[Any]:
         """Return all cells, [tensors, pages, tokens of a page, heads, elements of a head]; a view."""
@@ -110,11 +122,14 @@ class PagePool:
             pages: Pages to write to.
             tokens: The first token of each page, or that of the first page if they are consecutive.
         """
+        self.place.load()
         for tensor, cells in enumerate(self.cells()):
             cells[pages] = self._pattern(tensor, pages, tokens)
+        self.place.store()
 
     def holds(self, pages: Pages, tokens: "int | NDArray[np.int64]") -> bool:
         """Return whether every byte of some pages is as `write` would leave it, on a pool of any shape. Slow."""
+        self.place.load()
         return all(
             np.array_equal(cells[pages], self._pattern(tensor, pages, tokens))
             for tensor, cells in enumerate(self.cells())
@@ -122,11 +137,14 @@ class PagePool:
 
     def wipe(self, pages: "Pages | slice" = slice(None)) -> None:
         """Write zeros, which occur in no pattern, into pages; by default into all. Slow."""
+        self.place.load()
         for cells in self.cells():
             cells[pages] = 0
+        self.place.store()
 
     def is_wiped(self, pages: Pages) -> bool:
         """Return whether some pages have not been written to since they were wiped. Slow."""
+        self.place.load()
         return not any(cells[pages].any() for cells in self.cells())
 
     def _pattern(self, tensor: int, pages: Pages, tokens: "int | NDArray[np.int64]") -> NDArray[np.uint64]:

@@ -9,14 +9,12 @@ from typing import Final
 import msgspec
 
 from benchmarks.options import names
-from benchmarks.pair.loads import MAX_TABLES, SHAPES, Load, Table
+from benchmarks.pair.loads import MAX_TABLES, SHAPES, TABLES, Load
 from benchmarks.pair.options import add_pair_options, check_pair_options
 from benchmarks.pair.processes import Rounds, open_pair, rounds_in_turn
 from benchmarks.rows import Measured, Row, best_bare, compare, print_rows
 
 __all__ = ["TransferSettings", "add_arguments", "measure_transfers", "prepare"]
-
-TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
 ROUND_BYTES: Final = 2**30
 MIN_TRANSFERS: Final = 2
@@ -43,6 +41,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         tokens=arguments.tokens,
         rounds=arguments.rounds,
         pool_bytes=arguments.pool_megabytes * 2**20,
+        memory=arguments.memory,
     )
     return lambda: print_rows(lambda on_row: measure_transfers(settings, on_row), is_json=arguments.json)
 
@@ -56,6 +55,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
         tokens: Tokens of the transfers, in whole pages.
         rounds: Number of rounds of each way.
         pool_bytes: Minimum pool size of each side, so that caches do not hold the pages of small transfers.
+        memory: Where the pools are, a name in `MEMORIES`.
     """
 
     backend: str = "nixl"
@@ -63,6 +63,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = (16, 256, 512, 2048, 8192, 32768)
     rounds: int = 11
     pool_bytes: int = 2**28
+    memory: str = "host"
 
 
 async def measure_transfers(settings: TransferSettings, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
@@ -79,7 +80,9 @@ async def measure_transfers(settings: TransferSettings, on_row: Callable[[Row], 
     rows: list[Row] = []
     tokens = max(settings.tokens)
     for shape in settings.shapes:
-        async with open_pair(settings.backend, shape, num_bytes=settings.pool_bytes, tokens=tokens) as pair:
+        async with open_pair(
+            settings.backend, shape, num_bytes=settings.pool_bytes, tokens=tokens, memory=settings.memory
+        ) as pair:
             for load in _loads(settings, SHAPES[shape].token_bytes):
                 rounds = await rounds_in_turn(pair, load, settings.rounds)
                 rows.append(_row(settings.backend, shape, load, rounds))

@@ -63,7 +63,8 @@ class BareMooncake(BareEndpoint):
         self._native: Any = self._mooncake.engine
         self._session = f"{HOST}:{int(self._native.get_rpc_port())}"
         self._cells, self._out, self._seen = (np.zeros(CELLS, np.uint64) for _ in range(3))
-        rows = [(pool.range.address, pool.range.length)]
+        self._address, _ = pool.place.native
+        rows = [(self._address, pool.range.length)]
         rows += [(int(cells.ctypes.data), cells.nbytes) for cells in (self._cells, self._out)]
         code = self._native.batch_register_memory(*(list(column) for column in zip(*rows, strict=True)))
         if code != 0:
@@ -72,7 +73,7 @@ class BareMooncake(BareEndpoint):
 
     @override
     def address(self) -> bytes:
-        return msgspec.msgpack.encode(_Address(self._session, self._pool.range.address, int(self._cells.ctypes.data)))
+        return msgspec.msgpack.encode(_Address(self._session, self._address, int(self._cells.ctypes.data)))
 
     @override
     def connect(self, address: bytes) -> None:
@@ -82,7 +83,7 @@ class BareMooncake(BareEndpoint):
     def prepare(self, tables: Tables) -> list[Row]:
         starts, counts = _runs(tables)
         size = self._pool.shape.page_bytes
-        here, there = self._pool.range.address, self._peer.pool
+        here, there = self._address, self._peer.pool
         return [
             (here + first + int(tables.src[at]) * size, there + first + int(tables.dst[at]) * size, int(count) * size)
             for first in range(0, self._pool.range.length, self._pool.tensor_bytes)

@@ -47,19 +47,21 @@ class BareNixl(BareEndpoint):
     def __init__(self, name: str, pool: PagePool) -> None:
         self._pool = pool
         self._agent: Any = start_nixl(name)
-        self._registered = self._agent.register_memory([(pool.range.address, pool.range.length, 0, "")], "DRAM")
+        self._address, (self._kind, self._device) = pool.place.native
+        rows = [(self._address, pool.range.length, self._device, "")]
+        self._registered = self._agent.register_memory(rows, self._kind)
 
     @override
     def address(self) -> bytes:
-        return msgspec.msgpack.encode(_Address(bytes(self._agent.get_agent_metadata()), self._pool.range.address))
+        return msgspec.msgpack.encode(_Address(bytes(self._agent.get_agent_metadata()), self._address))
 
     @override
     def connect(self, address: bytes) -> None:
         theirs = msgspec.msgpack.decode(address, type=_Address)
         name = self._agent.add_remote_agent(theirs.agent)
         self._peer = name.decode() if isinstance(name, bytes) else name
-        self._src = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._strided(self._pool.range.address), "DRAM")
-        self._dst = self._agent.prep_xfer_dlist(self._peer, self._strided(theirs.pool), "DRAM")
+        self._src = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._strided(self._address), self._kind)
+        self._dst = self._agent.prep_xfer_dlist(self._peer, self._strided(theirs.pool), self._kind)
 
     @override
     def prepare(self, tables: Tables) -> _Work:
@@ -103,5 +105,7 @@ class BareNixl(BareEndpoint):
     def _strided(self, base: int) -> Words:
         """Return one run of pages for each tensor: (address, length, device, stride, count)."""
         size, count, step = self._pool.shape.page_bytes, self._pool.num_pages, self._pool.tensor_bytes
-        rows = [(base + number * step, size, 0, size, count) for number in range(self._pool.shape.num_tensors)]
+        rows = [
+            (base + number * step, size, self._device, size, count) for number in range(self._pool.shape.num_tensors)
+        ]
         return np.array(rows, np.uint64)

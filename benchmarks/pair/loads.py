@@ -9,9 +9,22 @@ from numpy.typing import NDArray
 from benchmarks.pools import PoolShape, page_tables
 from benchmarks.sides import SideOptions
 
-__all__ = ["BARE_WAYS", "MAX_TABLES", "SHAPES", "WAYS", "Load", "PairOptions", "Table", "Tables", "Way", "tables_of"]
+__all__ = [
+    "BARE_WAYS",
+    "MAX_TABLES",
+    "SHAPES",
+    "TABLES",
+    "WAYS",
+    "Load",
+    "PairOptions",
+    "Table",
+    "Tables",
+    "Way",
+    "tables_of",
+]
 
 Table = Literal["contiguous", "random"]
+TABLES: Final[tuple[Table, ...]] = ("contiguous", "random")
 
 MAX_TABLES: Final = 128
 """Page tables of one load: enough that no cache holds the pages of requests that are worth moving."""
@@ -37,10 +50,12 @@ class PairOptions(SideOptions, frozen=True, kw_only=True):
     Attributes:
         shape: Name in `SHAPES`.
         num_pages: Pages of its pool.
+        memory: Where the pool is, a name in `MEMORIES`.
     """
 
     shape: str = "llama3-8b"
     num_pages: int = 1
+    memory: str = "host"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

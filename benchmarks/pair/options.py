@@ -5,6 +5,7 @@ from typing import Final
 
 from benchmarks.options import counts
 from benchmarks.pair.loads import SHAPES
+from benchmarks.pool_memory import MEMORIES
 from kvflow.cli.options import check_positive
 from kvflow.errors import ConfigError
 
@@ -16,6 +17,7 @@ PAGE_SIZE: Final = 16
 def add_pair_options(parser: argparse.ArgumentParser, *, tokens: str, rounds: int = 11) -> None:
     """Declare the options, with defaults for the tokens of requests and for the number of rounds."""
     parser.add_argument("--backend", default="nixl", choices=["nixl", "mooncake"], help="transport between processes")
+    parser.add_argument("--memory", default="host", choices=list(MEMORIES), help="where the pools are")
     parser.add_argument("--tokens", type=counts, default=tokens, metavar="N,...", help="tokens of each request")
     ways = "rounds with kvflow and with the bare transport"
     parser.add_argument("--rounds", type=int, default=rounds, metavar="N", help=ways)

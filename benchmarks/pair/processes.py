@@ -108,7 +108,7 @@ def _round(load: Load, prefill: Report, decode: Report) -> Round:
 
 @asynccontextmanager
 async def open_pair(
-    backend: str, shape: str, *, num_bytes: int, tokens: int, has_keys: bool = False
+    backend: str, shape: str, *, num_bytes: int, tokens: int, memory: str = "host", has_keys: bool = False
 ) -> AsyncIterator[Pair]:
     """Start both processes and a registry, and end them on exit; raises the errors of `open_sides`.
 
@@ -117,10 +117,11 @@ async def open_pair(
         shape: Name in `SHAPES`.
         num_bytes: Minimum size of each pool.
         tokens: Minimum number of tokens of each pool.
+        memory: Where the pools are, a name in `MEMORIES`.
         has_keys: The control channel has keys.
     """
     num_pages = max(num_bytes // SHAPES[shape].token_bytes, tokens) // SHAPES[shape].page_size
-    options = PairOptions(backend=backend, shape=shape, num_pages=max(1, num_pages))
+    options = PairOptions(backend=backend, shape=shape, num_pages=max(1, num_pages), memory=memory)
     with TemporaryDirectory() as directory:
         if has_keys:
             make_all_keys(Path(directory))

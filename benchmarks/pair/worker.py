@@ -19,6 +19,7 @@ import kvflow
 from benchmarks.bare.endpoint import BareEndpoint, open_endpoint
 from benchmarks.bare.loops import Napper, receive_announced, receive_lanes, send_announced, send_lanes
 from benchmarks.pair.loads import SHAPES, Load, PairOptions, Tables, tables_of
+from benchmarks.pool_memory import MEMORIES
 from benchmarks.pools import PagePool
 from benchmarks.processes import Line, next_order, run_child
 from benchmarks.sides import PREFILL
@@ -43,7 +44,7 @@ class PairWorker:
         self._options = options
         self._line = line
         self._shape = SHAPES[options.shape]
-        self._pool = PagePool(self._shape, options.num_pages)
+        self._pool = PagePool(self._shape, options.num_pages, allocate=MEMORIES[options.memory])
         self._is_prefill = options.side == PREFILL
         self._thread = anyio.CapacityLimiter(1)
 

@@ -25,13 +25,14 @@ from kvflow.geometry.memory import MemoryKind, MemoryRange
 from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
 from kvflow.packing.device import DeviceCopier
+from kvflow.testing.buffers import HostBuffer
+from tests.device.devices import DEVICE
 from tests.service.test_any_layout import posts, small_worlds, stops_of_layers, transfer
 from tests.support import instances
 from tests.support.examples import examples
 from tests.support.failures import receive_failure, undisturbed
 from tests.support.instances import deploy, prefill_config
 from tests.support.pools import Pool
-from tests.support.torch_buffers import TorchBuffer, device_of_cuda
 from tests.support.waiting import until
 from tests.support.worlds import Rank, World
 
@@ -100,20 +101,19 @@ async def test_any_layout_is_packed_by_torch(world: World, of: Kinds, post: int,
 
 
 @pytest.mark.device
-@pytest.mark.skipif(device_of_cuda() is None, reason="no GPU")
+@pytest.mark.skipif(DEVICE is None or not DEVICE.can_pack, reason="no device on which torch packs")
 @pytest.mark.timeout(600)
 @settings(max_examples=examples(8), deadline=None, suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, of=kinds, post=posts)
-async def test_any_layout_is_packed_on_a_gpu(world: World, of: Kinds, post: int) -> None:
-    on = device_of_cuda()
-    assert on is not None
+async def test_any_layout_is_packed_on_a_device(world: World, of: Kinds, post: int) -> None:
+    assert DEVICE is not None
     world.compute()
     buffers = []
     for rank, kind in sides(world, of):
-        buffer = TorchBuffer(len(rank.memory), on if kind == "VRAM" else CPU)
+        buffer = (DEVICE.allocate if kind == "VRAM" else HostBuffer)(len(rank.memory))
         buffer.write(0, rank.memory)
         rank.move(buffer.address)
-        rank.layout = replace(rank.layout, memory_kind=kind)
+        rank.layout = replace(rank.layout, memory_kind=kind, device_id=buffer.device_id)
         buffers.append((rank, buffer))
     found = await transfer(world, "nixl", bytes_per_post=post, packing="always")
     for rank, buffer in buffers:

@@ -1,0 +1,1 @@
+"""Tests that need a device, and the steps of `make test-device`, which run them where nothing is installed yet."""

@@ -1,0 +1,30 @@
+"""The contract on memory of a device."""
+
+from types import MappingProxyType
+
+import pytest
+from typing_extensions import override
+
+from kvflow.backends.mooncake.library import memory_kinds
+from kvflow.testing.buffers import Buffer
+from kvflow.testing.contract import BackendContract
+from tests.device.devices import needs_device
+
+pytestmark = pytest.mark.device
+
+DEVICE = needs_device()
+
+
+class TestNixl(BackendContract):
+    backend = "nixl"
+    impatient = MappingProxyType({"close_timeout_s": 1.0})
+    memory_kind = "VRAM"
+
+    @override
+    def new_buffer(self, num_bytes: int) -> Buffer:
+        return DEVICE.allocate(num_bytes)
+
+
+@pytest.mark.skipif("VRAM" not in memory_kinds() and not DEVICE.is_fake, reason="no build of Mooncake for devices")
+class TestMooncake(TestNixl):
+    backend = "mooncake"
