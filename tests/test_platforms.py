@@ -90,6 +90,30 @@ def options_of(module: str, backend: str) -> set[str]:
     return set(inspect.signature(getattr(importlib.import_module(module), backend)).parameters)
 
 
+PROVED = re.compile(r"^\| (CPU|CUDA|XPU|Ascend|ROCm) \| [^|]+ \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
+
+
+def test_every_platform_names_tests_that_exist() -> None:
+    section = (ROOT / "docs/platforms/README.md").read_text().partition("## What is proved")[2].partition("\n## ")[0]
+    header, *lines = re.findall(r"^\| .*", section, re.MULTILINE)
+    rows = PROVED.findall(section)
+    assert header.startswith("| platform")
+    assert len(rows) == len(lines)
+    assert {platform for platform, _ in rows} == {"CPU", "CUDA", "XPU", "Ascend", "ROCm"}
+    for platform, tests in rows:
+        named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", tests)
+        assert named, platform
+        for place, name in named:
+            files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).glob("test_*.py"))
+            sources = "".join(file.read_text() for file in files)
+            wanted = rf"\b(def|class) {name}\b" if name else r"\b(def test_|class Test)"
+            assert re.search(wanted, sources), f"{place}::{name}"
+
+
+def test_readme_leads_to_what_is_proved() -> None:
+    assert "(docs/platforms/README.md#what-is-proved)" in (ROOT / "README.md").read_text()
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/platforms/README.md").read_text()
     for page in PAGES:

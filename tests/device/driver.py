@@ -107,6 +107,7 @@ def _run(step: Step, stem: Path, limit_s: float) -> Result:
     report.unlink(missing_ok=True)
     command = step.command or (
         *(step.python, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "-m", "device"),
+        *("-c", str(ROOT / "pyproject.toml"), "-o", "junit_family=xunit1"),  # which has properties
         *(f"--junitxml={report}", f"--timeout={max(1.0, limit_s / 2):.0f}", *step.tests),
     )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -198,11 +199,12 @@ def _exit_text(code: int) -> str:
 
 def _where(printed: Sequence[str]) -> str:
     """Return which test was running according to pytest's output, or nothing."""
-    tests = [line for line in printed if re.match(r"\S+\.py::", line)]
+    tests = [line for line in printed if re.match(r"\S*::test_", line)]
     if not tests or re.search(r" (PASSED|FAILED|SKIPPED|ERROR)\b", tests[-1]):
         return ""
     done = sum(" PASSED" in line for line in tests)
-    return f" in {tests[-1].split('::', 1)[1].strip()}, after {done} passed"
+    name = tests[-1].partition("::")[2].split(" Fatal Python error")[0].strip()
+    return f" in {name}, after {done} passed"
 
 
 def _shown(path: str | Path) -> str:

@@ -48,7 +48,7 @@ def steps_of(cache: Path, *, is_rehearsal: bool) -> list[Step]:
         test("bench of handovers", 60, "tests/device/test_benchmarks.py", "-k", "handover"),
         test("bench of transfers", 60, "tests/device/test_benchmarks.py", "-k", "not handover"),
         install("mooncake", environment, 60),
-        test("contract suite, Mooncake", 60, "tests/device/test_contract.py", *MOONCAKE),
+        test("contract suite, Mooncake", 100, "tests/device/test_contract.py", *MOONCAKE),
         test("roles in one process, Mooncake", 40, "tests/device/test_one_process.py", *MOONCAKE),
         test("roles in two processes, Mooncake", 40, "tests/device/test_two_processes.py", *MOONCAKE),
         install("vllm", vllm, 240),

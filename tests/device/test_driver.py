@@ -96,7 +96,7 @@ def test_tests_are_told_by_pytest(tmp_path: Path) -> None:
     assert found.startswith("1 failed, 1 passed\ntest_bad: AssertionError: arithmetic")
     assert "device: a | b" in found
     assert results["crash"][0] == "failed"
-    assert results["crash"][1].startswith("ended by SIGABRT in test_crash")
+    assert results["crash"][1].startswith("ended by SIGABRT in test_crash, after 0 passed")
 
 
 def test_steps_without_time_or_interpreter_are_skipped(tmp_path: Path) -> None:
