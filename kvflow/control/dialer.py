@@ -108,7 +108,6 @@ class _DialedSocket:
         monitor: Receives the socket's events. The line owns and closes it, too.
         endpoint: Address to connect to; libzmq may reject it, or have no resources left.
         callbacks: Called when something happens.
-        is_encrypted: Whether the socket has keys.
 
     Attributes:
         is_made: Whether the connection is established.

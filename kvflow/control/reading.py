@@ -32,8 +32,6 @@ class ReadingContext:
     """What the connections of a rank share, for example to parse long messages one at a time.
 
     Attributes:
-        ports: The rank's external dependencies.
-        anomalies: Counts and logs ignored messages.
         start_task: Starts a task that ends with the rank at the latest.
         turn: Lets one message be parsed at a time, in first-in, first-out order.
     """

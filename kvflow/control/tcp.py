@@ -94,7 +94,6 @@ class Tcp:
         zmq_socket: A DEALER or a ROUTER.
         port: Port of the listener. A descriptor with another port is not touched, because libzmq may have closed the
             connection, and the descriptor may have been reused.
-        is_encrypted: Whether the socket has keys.
     """
 
     def __init__(self, zmq_socket: ZmqSocket, port: int, *, is_encrypted: bool) -> None:

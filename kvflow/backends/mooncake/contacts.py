@@ -23,9 +23,6 @@ class ContactThreads:
 
     A call whose caller has given up still counts until it returns. No principal can have more calls than are still free
     for others, so a single one gets at most half.
-
-    Args:
-        at_once: Limit for all principals together.
     """
 
     def __init__(self, at_once: int) -> None:

@@ -47,7 +47,6 @@ class PostInFlight:
         error: The first error.
         lingers: Its bytes may land after everything has ended here.
         is_in_doubt: A `PostInDoubt` was emitted for it.
-        num_bytes: Bytes to move.
     """
 
     def __init__(self, post_id: int, descriptors: Descriptors) -> None:
@@ -85,8 +84,6 @@ class PeerConnection:
     """The posts to one peer, and its window of transfers in flight.
 
     Attributes:
-        engine: The engine it writes through.
-        path: The path that its writes take.
         is_leaving: Remove the connection once it is not active.
 
     Args:

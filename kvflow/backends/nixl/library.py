@@ -43,13 +43,9 @@ def default_environment(efa_driver: Path = EFA_DRIVER) -> dict[str, str]:
 
 
 def load(environment: Mapping[str, str] | None = None) -> ModuleType:
-    """Import the installed NIXL build.
+    """Import the installed NIXL build, or raise BackendUnavailable.
 
-    Args:
-        environment: Variables to set first, unless they are set already; `default_environment()` by default.
-
-    Raises:
-        BackendUnavailable: No build is installed, or it does not load.
+    The variables of `environment`, by default `default_environment()`, are set first, unless they are set already.
     """
     if environment is None:
         environment = default_environment()

@@ -19,6 +19,7 @@ Source: nixl 1.5.1 (UCX 1.23) on Linux.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -181,17 +182,13 @@ def _ends_in_table(connecting: Collection[int]) -> dict[int, Address]:
 
     They are only listed in the kernel's table, which is long if the host has many connections.
     """
-    if not connecting:
-        return {}
-    try:
-        return remote_ends(connecting)
-    except OSError:
-        return {}
+    with suppress(OSError):
+        return remote_ends(connecting) if connecting else {}
+    return {}
 
 
 def _own_ports() -> frozenset[int]:
     """Return the ports on which this process listens: accepted connections have one of these as their local port."""
-    try:
+    with suppress(OSError):
         return listening_ports()
-    except OSError:
-        return frozenset()
+    return frozenset()

@@ -31,12 +31,7 @@ OFF: Final = frozenset({"n", "no", "0", "off"})
 
 
 def may_use_rdma(environment: Mapping[str, str] = os.environ, devices: Path = RDMA_DEVICES) -> bool:
-    """Return whether UCX may use an RDMA device of this host.
-
-    Args:
-        environment: Environment variables that UCX reads.
-        devices: Directory in which the kernel lists RDMA devices.
-    """
+    """Return whether UCX may use an RDMA device of this host, which the kernel lists in the directory `devices`."""
     return not _transports(environment) <= SEEN and devices.is_dir() and any(devices.iterdir())
 
 
@@ -74,14 +69,7 @@ def can_be_seen(
     environment: Mapping[str, str] = os.environ,
     devices: Path = RDMA_DEVICES,
 ) -> bool:
-    """Return whether every path of a write ends with its process, or shows its data in flight.
-
-    Args:
-        plugin: NIXL plugin.
-        plugin_options: Its parameters.
-        environment: Environment variables that UCX reads.
-        devices: Directory in which the kernel lists RDMA devices.
-    """
+    """Return whether every path of a write ends with its process, or shows its data in flight."""
     if plugin != "UCX" or may_use_rdma(environment, devices):
         return False
     if plugin_options.get("ucx_error_handling_mode", "peer") != "peer" or int(plugin_options.get("num_threads", "0")):

@@ -103,9 +103,7 @@ def pack_notices(notices: Iterable[bytes]) -> bytes:
 def unpack_notices(payload: bytes) -> list[bytes]:
     """Decode the notices of a payload, in order.
 
-    Raises:
-        RemoteProtocolError: The payload is not from `pack_notices`: a notice is truncated or empty, or there are too
-            many.
+    If one is truncated or empty, or there are too many, it is not from `pack_notices`: raise RemoteProtocolError.
     """
     notices: list[bytes] = []
     start = 0
@@ -132,7 +130,6 @@ class NativeEndpoint:
         opened: Remote addresses of the TCP connections opened for it, by inode.
         opened_at: Monotonic seconds.
         is_written: True if the peer has written here.
-        path: The path that its writes take.
     """
 
     peer: str
@@ -152,12 +149,8 @@ class NativeEndpoint:
         """Return NIXL's handles of both lists, preparing them unless they are those of the last post.
 
         Preparing a list takes microseconds, however long its runs are, and the library merges neighbouring positions.
-        The handles end with the endpoint; a write made with them does not need them any more.
-
-        Args:
-            lists: Lists to prepare.
-            kinds: Memory kinds here and at the peer.
-            release: Runs the calls that release the previous handles.
+        The handles end with the endpoint; a write made with them does not need them any more. The calls that release
+        the previous ones are run by `release`.
         """
         if self._lists is not lists:
             self.drop_lists(release)

@@ -29,7 +29,6 @@ class NativeWrite:
 
     Attributes:
         number: Sequence number of the post within its agent.
-        num_bytes: Bytes to move.
         fence: Once the post is in doubt, the number of the first post that can prove that it has ended.
     """
 
