@@ -12,6 +12,10 @@ from kvflow.testing.device import DeviceMemory
 __all__ = ["DeviceTensor", "device_tensor"]
 
 
+def _shown(tensor: torch.Tensor, **_: Any) -> str:
+    return f"DeviceTensor({tensor.data_ptr():#x}, {tuple(tensor.shape)})"
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor that says that it is on a GPU. So do its views."""
 
@@ -20,9 +24,7 @@ class DeviceTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override] # torch declares an attribute
         return torch.device("cuda", 1)
 
-    @override
-    def __repr__(self, **_: Any) -> str:
-        return f"DeviceTensor({self.data_ptr():#x}, {tuple(self.shape)})"
+    __repr__: Any = _shown
 
 
 def device_tensor(memory: DeviceMemory, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> DeviceTensor:
