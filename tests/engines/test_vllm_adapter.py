@@ -146,9 +146,9 @@ class Server:
         )
         self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
         self.pool = Pool()
-        self.scheduler.know_pool(self.pool)
+        self.scheduler.pool = self.pool
         if self.ranks.ticket is not None:
-            self.scheduler.know_worker(self.ranks.ticket)
+            self.scheduler.ticket = self.ranks.ticket
         self.told = Results()
         self.awaited: set[str] = set()
         self.num_held = self.num_shown = 0
@@ -418,7 +418,7 @@ def test_every_request_that_vllm_waits_for_is_told(kinds: list[str], *, is_compl
     }
     groups = describe_groups([made[kind] for kind in kinds])
     scheduler = ConnectorScheduler(groups, is_prefill=True, is_decode=False)
-    scheduler.know_pool(Pool())
+    scheduler.pool = Pool()
     request = asked("p", {"do_remote_decode": True})
     request._all_token_ids, request.num_prompt_tokens = list(range(PROMPT)), PROMPT
     scheduler.add(request)
@@ -1119,8 +1119,8 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     scheduler = ConnectorScheduler(describe_groups([group(layers=[0]), mamba()]), is_prefill=True, is_decode=False)
     ticket, pool = pair[0].ranks.ticket, Pool()
     assert ticket is not None
-    scheduler.know_worker(ticket)
-    scheduler.know_pool(pool)
+    scheduler.ticket = ticket
+    scheduler.pool = pool
     request = asked("p", {"do_remote_decode": True}, num_tokens)
     request._all_token_ids, request.num_prompt_tokens = list(prompt), num_tokens
     scheduler.add(request)

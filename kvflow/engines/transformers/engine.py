@@ -91,7 +91,8 @@ class Engine:
         self.scheduler = self.processor.scheduler
         self.cache = self.processor.cache
         self._held: list[tuple[BlockingSender | BlockingReceiver, dict[str, list[int]]]] = []
-        self._free_blocks: Callable[..., None] = self.cache.free_blocks
+        # The manager's own functions, which `join` replaces:
+        self.free: Callable[..., None] = self.cache.free_blocks
         self.add_request: Callable[..., str | None] = manager.add_request
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -117,7 +118,7 @@ class Engine:
 
         def free_blocks(request_id: str, no_cache: bool = False) -> None:
             if not end.lose(request_id):
-                self._free_blocks(request_id, no_cache)
+                self.free(request_id, no_cache)
 
         def schedule_batch(*budgets: int) -> tuple[Any, ...]:
             batch, *rest = schedule(*budgets)
@@ -224,10 +225,6 @@ class Engine:
         is_idle = not self.scheduler.active_requests
         return is_idle or bool(self.cache.compute_free_capacity() >= self.scheduler.safety_margin)
 
-    def free(self, request_id: str) -> None:
-        """Free the blocks of a request now."""
-        self._free_blocks(request_id)
-
     def hold(self, request_id: str, transfer: BlockingSender | BlockingReceiver) -> None:
         """Take the blocks of a request out of its tables, and free them once the memory of a transfer is safe."""
         allocators = self.cache.cache_allocators.items()
@@ -241,7 +238,7 @@ class Engine:
                 continue
             for name, allocator in self.cache.cache_allocators.items():
                 allocator.block_table[HELD] = blocks[name]
-            self._free_blocks(HELD)
+            self.free(HELD)
 
     # Outputs
 

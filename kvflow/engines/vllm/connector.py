@@ -105,11 +105,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         own = {place: it for place, it in metadata.items() if isinstance(it, WorkerAddress)}
         if own:  # none on decode
-            self._scheduler.know_worker(own[min(own)].ticket)
+            self._scheduler.ticket = own[min(own)].ticket
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.know_pool(gpu_block_pool)
+        self._scheduler.pool = gpu_block_pool
 
     @override
     def on_new_request(self, request: Any) -> None:

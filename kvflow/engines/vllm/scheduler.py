@@ -78,6 +78,11 @@ class ConnectorScheduler:
         is_prefill: It may be asked to keep requests for other servers.
         is_decode: It may be asked to take over requests from other servers.
         trust: Keys of this server, which sign tickets.
+
+    Attributes:
+        ticket: One of the tickets of the first worker, once it is known.
+        pool: The pool that blocks belong to, once vLLM has one.
+        is_empty: The last step has computed nothing.
     """
 
     def __init__(
@@ -87,7 +92,9 @@ class ConnectorScheduler:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._trust = trust
-        self._ticket: Mapping[str, object] = {}
+        self.ticket: Mapping[str, object] = {}
+        self.pool: Any = None
+        self.is_empty = False
         self._rooms: dict[str, _Sending] = {}
         self._sending: dict[str, _Sending] = {}
         self._others: dict[str, _Sending] = {}
@@ -98,19 +105,9 @@ class ConnectorScheduler:
         self._followers: dict[str, str] = {}
         self._orders = StepOrders()
         self._shortage = BlockShortage()
-        self._pool: Any = None
         self._kept: dict[str, list[int]] = {}
         self._num_held = 0
-        self.is_empty = False
         self._held_at = 0.0
-
-    def know_worker(self, ticket: Mapping[str, object]) -> None:
-        """Set the address of the first worker."""
-        self._ticket = ticket
-
-    def know_pool(self, pool: Any) -> None:
-        """Set the pool that blocks belong to."""
-        self._pool = pool
 
     def add(self, request: Any) -> None:
         """Accept a request: both sides start before there are blocks for it."""
@@ -233,8 +230,8 @@ class ConnectorScheduler:
                 self._orders.preempted.append(request_id)
         if self._sending:
             self._order_chunks(output)
-        if self._pool is not None:
-            self._orders.reclaimed |= self._shortage.reclaim(len(self._pool.blocks), time.monotonic())
+        if self.pool is not None:
+            self._orders.reclaimed |= self._shortage.reclaim(len(self.pool.blocks), time.monotonic())
         orders, self._orders = self._orders, StepOrders()
         orders.is_empty = self.is_empty = not output.total_num_scheduled_tokens
         return orders
@@ -284,10 +281,10 @@ class ConnectorScheduler:
         """Keep all blocks that are sent until they were: vLLM may preempt the request, or its window moves on."""
         blocks = [block for given in offered if given is not None for block in given.blocks]
         self._kept[request_id] = blocks
-        self._pool.touch(self._of_pool(blocks))
+        self.pool.touch(self._of_pool(blocks))
 
     def _let_go(self, request_id: str) -> None:
-        self._pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
+        self.pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
 
     def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request in vLLM.
@@ -327,7 +324,7 @@ class ConnectorScheduler:
         elif is_complete:
             try:
                 params = reply(
-                    self._ticket,
+                    self.ticket,
                     sending.room,
                     request_id=request_id,
                     num_tokens=sending.num_tokens,
@@ -369,8 +366,8 @@ class ConnectorScheduler:
 
         vLLM calls this before it frees the blocks of the requests that end with the same report.
         """
-        self._pool.touch(self._of_pool(report.held))
-        self._pool.free_blocks(self._of_pool(report.freed))
+        self.pool.touch(self._of_pool(report.held))
+        self.pool.free_blocks(self._of_pool(report.freed))
         self._num_held += len(report.held) - len(report.freed)
         if report.held:
             self._held_at = time.monotonic()
@@ -391,7 +388,7 @@ class ConnectorScheduler:
         return self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
-        return [self._pool.blocks[block] for block in blocks]
+        return [self.pool.blocks[block] for block in blocks]
 
 
 def _is_only_to_be_told(request: Any) -> bool:

@@ -266,11 +266,7 @@ class ConnectorWorker:
             self._send(request_id, chunk, ready=ready)
 
     def take_results(self, finished: Iterable[str]) -> Results:
-        """Return what has ended since the last call.
-
-        Args:
-            finished: Ids of requests that have ended in vLLM since the last step.
-        """
+        """Return what has ended since the last call; `finished` are requests that have ended in vLLM since then."""
         for request_id in finished:
             if request_id in self._sending:
                 self._over(self._sending[request_id], is_awaited=request_id in self._awaited)
