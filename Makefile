@@ -1,6 +1,6 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
 # make test    install everything into .venv, then every check except the slow tests; within five minutes on two cores
-# make test-all   also the slow tests, properties with twelve times the examples, the service on a fake device, and test-pythons; within 25 minutes
+# make test-all   also the slow tests, properties with twelve times the examples, the service and the tests for devices on a fake device, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
 # make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; a quarter of an hour
@@ -32,7 +32,7 @@ test: install lint type imports unit
 
 test-all: install lint type imports audit test-pythons
 	$(PYTEST) --hypothesis-profile=thorough
-	FAKE_DEVICE=low $(PYTEST) -m "not slow" tests/service
+	FAKE_DEVICE=low $(PYTEST) -m "not slow" tests/service tests/device --ignore tests/device/test_contract.py
 
 test-sglang:
 	PYTHON=$(PYTHON) sh scripts/test-sglang.sh .cache/sglang

@@ -25,9 +25,16 @@ print(*(f"{name} {importlib.metadata.version(name)}" for name in sys.argv[1:]), 
 END
 }
 
-# Print the CUDA version that torch was built for, without the minor version.
+# Print the CUDA version that torch was built for, without the minor version; fail if that is none.
 cuda_of_torch() {
-    "$environment/bin/python" -c 'import torch; print((torch.version.cuda or "0").partition(".")[0])'
+    "$1/bin/python" -c 'import torch; print(torch.version.cuda.partition(".")[0])' 2>/dev/null
+}
+
+need_cuda() {
+    cuda=$(cuda_of_torch "$1") || {
+        echo "torch is not installed in $1, or without CUDA"
+        exit 1
+    }
 }
 
 case $part in
@@ -57,22 +64,25 @@ print(*tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["dep
     versions torch numpy pyzmq
     ;;
 nixl)
-    build=nixl-cu$(cuda_of_torch)
+    need_cuda "$environment"
+    build=nixl-cu$cuda
     pip install "$build>=1.5.1,<2"
     versions "$build"
     ;;
 mooncake)
+    need_cuda "$environment"
     sh scripts/system-packages.sh "$python"
     if ! (PATH="$PATH:/usr/sbin:/sbin" && ldconfig -p) | grep -q "libmlx5.so.1 "; then # of the builds for CUDA
         apt-get install -y -qq ibverbs-providers
     fi
     build=mooncake-transfer-engine
-    [ "$(cuda_of_torch)" = 12 ] || build=$build-cuda13
+    [ "$cuda" = 12 ] || build=$build-cuda13
     pip install "$build>=0.3.13.post1,<0.4"
     versions "$build"
     ;;
 vllm)
-    if [ "$(environment=$base && cuda_of_torch)" != 13 ]; then
+    need_cuda "$base"
+    if [ "$cuda" -lt 13 ]; then
         echo "vLLM's wheel needs CUDA 13"
         exit 77
     fi

@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
+from benchmarks.pool_memory import CudaMemory
 from benchmarks.pools import PagePool, PoolShape, page_tables
 
 SHAPE = PoolShape(layers=2, heads=(0, 4), head_bytes=16, page_size=4)
@@ -84,6 +86,27 @@ def test_tensors_do_not_touch() -> None:
     regions = PagePool(SHAPE, 4).layout.components[0].regions
     for region, following in itertools.pairwise(regions):
         assert region.end < following.address
+
+
+def test_bytes_of_a_device_are_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is a tensor beside the copy of the host."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, *, dtype, device: zeros(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool = PagePool(SHAPE, 4, allocate=CudaMemory)
+    assert isinstance(pool.place, CudaMemory)
+    tensor = pool.place.tensor
+    assert pool.layout.location == ("VRAM", 0)
+    assert pool.range.address == tensor.data_ptr() != pool.memory.ctypes.data
+    pool.fill()
+    assert tensor.numpy().tobytes() == pool.memory.tobytes()
+    tensor[0] += 1
+    assert not pool.holds(range(4), 0)
+    pool.wipe([1])
+    assert tensor[0] != 0
+    assert pool.is_wiped([1])
+    tensor[SHAPE.page_bytes] = 1
+    assert not pool.is_wiped([1])
 
 
 @pytest.mark.parametrize("seed", [None, 3, (1, 2)])

@@ -11,10 +11,10 @@ import kvflow
 from benchmarks.pair.loads import SHAPES, Load, PairOptions, Table, Tables, tables_of
 from benchmarks.pool_memory import PoolMemory
 from benchmarks.pools import PagePool
-from kvflow.backends.mooncake.library import memory_kinds
+from kvflow.backends.mooncake.library import installed_builds, memory_kinds
 from tests.device.devices import Device
 
-__all__ = ["BACKENDS", "SHAPE", "TOKENS", "Send", "hand_over", "new_tables", "skip_unless_usable"]
+__all__ = ["BACKENDS", "SHAPE", "TOKENS", "Send", "hand_over", "has_mooncake", "new_tables", "skip_unless_usable"]
 
 BACKENDS: Final = ("nixl", "mooncake")
 
@@ -30,9 +30,14 @@ Send = Callable[[kvflow.RoomSender, Tables], Awaitable[None]]
 
 
 def skip_unless_usable(backend: str, device: Device) -> None:
-    """Skip a test of Mooncake if its build knows host memory only."""
-    if backend == "mooncake" and "VRAM" not in memory_kinds() and not device.is_fake:
+    """Skip a test of Mooncake if it is not installed, or its build knows host memory only."""
+    if backend == "mooncake" and not has_mooncake(device):
         pytest.skip("no build of Mooncake for devices")
+
+
+def has_mooncake(device: Device) -> bool:
+    """Return whether Mooncake is installed, in a build that can register the memory of a device."""
+    return "VRAM" in memory_kinds() or (device.is_fake and bool(installed_builds()))
 
 
 def new_tables(table: Table) -> Tables:

@@ -18,7 +18,7 @@ DEVICE = needs_device()
 
 SHAPE = "tiny" if DEVICE.is_fake else "llama3-8b"
 
-POOL_BYTES = 2**24 if DEVICE.is_fake else 2**30
+POOL_BYTES = 2**24 if DEVICE.is_fake else 2**28
 
 ROUNDS = 2 if DEVICE.is_fake else 5
 
@@ -42,7 +42,7 @@ def record(record_property: Record, prefix: str, rows: Sequence[Row]) -> None:
 async def test_handover(table: Table, record_property: Record) -> None:
     settings = HandoverSettings(
         shape=SHAPE,
-        tokens=(256,),
+        tokens=(16,),
         in_flight=(1, 16),
         rounds=ROUNDS,
         requests=64,
@@ -50,10 +50,10 @@ async def test_handover(table: Table, record_property: Record) -> None:
         memory="cuda",
         table=table,
     )
-    record(record_property, f"{table} pages, 256 tokens, ", await measure_handovers(settings))
+    record(record_property, f"{table} pages, 16 tokens, ", await measure_handovers(settings))
 
 
 async def test_transfer(record_property: Record) -> None:
-    tokens = (512,) if DEVICE.is_fake else (512, 4096)
+    tokens = (512,) if DEVICE.is_fake else (512, 2048)
     settings = TransferSettings(shapes=(SHAPE,), tokens=tokens, rounds=ROUNDS, pool_bytes=POOL_BYTES, memory="cuda")
     record(record_property, "", await measure_transfers(settings))

@@ -5,10 +5,10 @@ from types import MappingProxyType
 import pytest
 from typing_extensions import override
 
-from kvflow.backends.mooncake.library import memory_kinds
 from kvflow.testing.buffers import Buffer
 from kvflow.testing.contract import BackendContract
 from tests.device.devices import needs_device
+from tests.device.handovers import has_mooncake
 
 pytestmark = pytest.mark.device
 
@@ -25,6 +25,6 @@ class TestNixl(BackendContract):
         return DEVICE.allocate(num_bytes)
 
 
-@pytest.mark.skipif("VRAM" not in memory_kinds() and not DEVICE.is_fake, reason="no build of Mooncake for devices")
+@pytest.mark.skipif(not has_mooncake(DEVICE), reason="no build of Mooncake for devices")
 class TestMooncake(TestNixl):
     backend = "mooncake"
