@@ -60,7 +60,7 @@ torch)
 import pathlib, tomllib
 print(*tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["dependencies"])')
     # shellcheck disable=SC2086
-    pip install $constraint $dependencies "aiohttp>=3.14.4" hypothesis pytest pytest-timeout
+    pip install $constraint $dependencies "aiohttp>=3.14.4" hypothesis pytest pytest-timeout pytest-xdist
     versions torch numpy pyzmq
     ;;
 nixl)

@@ -16,6 +16,9 @@ TOTAL_S: Final = 590.0
 MOONCAKE: Final = ("-k", "mooncake")
 OTHERS: Final = ("-k", "not mooncake")
 
+PARALLEL: Final = ("-n", "4")
+"""For tests that mostly wait."""
+
 
 def steps_of(cache: Path, *, is_rehearsal: bool) -> list[Step]:
     """Return the steps, in order.
@@ -48,7 +51,7 @@ def steps_of(cache: Path, *, is_rehearsal: bool) -> list[Step]:
         test("bench of handovers", 90, "tests/device/test_benchmarks.py", "-k", "handover"),
         test("bench of transfers", 90, "tests/device/test_benchmarks.py", "-k", "not handover"),
         install("mooncake", environment, 60),
-        test("contract suite (Mooncake)", 100, "tests/device/test_contract.py", *MOONCAKE),
+        test("contract suite (Mooncake)", 150, "tests/device/test_contract.py", *PARALLEL, *MOONCAKE),
         test("roles in one process (Mooncake)", 40, "tests/device/test_one_process.py", *MOONCAKE),
         test("roles in two processes (Mooncake)", 40, "tests/device/test_two_processes.py", *MOONCAKE),
         install("vllm", vllm, 240),

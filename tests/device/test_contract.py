@@ -17,7 +17,7 @@ DEVICE = needs_device()
 
 class TestNixl(BackendContract):
     backend = "nixl"
-    impatient = MappingProxyType({"close_timeout_s": 1.0})
+    options = MappingProxyType({"close_timeout_s": 1.0})
     memory_kind = "VRAM"
 
     @override
