@@ -130,7 +130,8 @@ class DataPlane:
     Args:
         world: Source of time, chance and faults.
         ends_with_process: No bytes of a process land after its end.
-        in_band_notices: Notices travel with the writes.
+        in_band_notices: Notices travel with the writes, and arrive after their bytes. Otherwise a notice that is sent
+            with a write overtakes it.
         shows_last_bytes: An endpoint can tell when the last bytes of a dead process have landed.
 
     Attributes:
@@ -236,9 +237,9 @@ class DataPlane:
         return write
 
     def _draw_from_notice(self, write: Write) -> None:
-        """Draw a flipped bit that a digest can detect, and a forged notice with a wrong token."""
+        """Draw a flipped bit or an early notice, which a digest can detect, and a forged notice with a wrong token."""
         faults, rng = self.world.faults, self.world.rng
-        if not (faults.corrupt_write or faults.forged_notice):
+        if self.in_band_notices and not (faults.corrupt_write or faults.forged_notice or faults.overtaking_notice):
             return
         notice = decode(write.notice)
         if not isinstance(notice, Notice):
@@ -251,6 +252,12 @@ class DataPlane:
             self.world.count("forged notice")
             forged = encode(msgspec.structs.replace(notice, token=notice.token ^ 1))
             self.world.loop.call_in(0.0, target.process.call, target.deliver, NoticeArrived(forged))
+        is_early = notice.digests and faults.overtaking_notice and rng.random() < faults.overtaking_notice
+        if target is not None and (is_early or not self.in_band_notices):
+            self.world.count("overtaking notice")
+            self.world.loop.call_in(0.0, target.process.call, target.deliver, NoticeArrived(write.notice))
+            write.notice = b""
+            write.pace_s = rng.random() * SLOW_S / len(write.pieces)
 
     def _next(self, write: Write) -> None:
         self.world.loop.call_in(write.pace_s * self.world.pace * self.world.rng.random(), self.step, write)

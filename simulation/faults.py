@@ -36,6 +36,7 @@ class Faults:
         corrupt_write: Chance that a bit of a write flips on the way, if there are digests to detect it.
         late_notice: Chance that an in-band notice arrives long after its last byte.
         lost_notice: Chance that an in-band notice is lost.
+        overtaking_notice: Chance that an in-band notice arrives before its bytes, if there are digests to detect it.
         forged_notice: Chance that a notice with a wrong token arrives for a grant.
         kills: Processes that die.
         vanishes: Processes that die with their host, so that their connections are not closed.
@@ -75,6 +76,7 @@ class Faults:
     corrupt_write: float = 0.0
     late_notice: float = 0.0
     lost_notice: float = 0.0
+    overtaking_notice: float = 0.0
     forged_notice: float = 0.0
     kills: int = 0
     vanishes: int = 0

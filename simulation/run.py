@@ -55,6 +55,9 @@ PREEMPTING: Final = 0.35
 ANNOUNCING: Final = 0.35
 """Fraction of seeds in which decode engines announce requests."""
 
+OVERTAKING: Final = 0.3
+"""Fraction of seeds in which notices may overtake their bytes."""
+
 NO_PAGES: Final = 0.2
 """Maximum chance that a decode engine never gets pages. Half of the seeds with announcements draw one."""
 
@@ -109,6 +112,9 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
     if announcements is not None:
         own = _own(seed, "no pages")
         drawn = dataclasses.replace(drawn, no_pages=NO_PAGES * own.random() if own.random() < 0.5 else 0.0)
+    own = _own(seed, "overtaking notices")
+    if own.random() < OVERTAKING:
+        drawn = dataclasses.replace(drawn, overtaking_notice=own.random())
     result = Result(seed)
     was_collecting = gc.isenabled()
     gc.disable()  # too slow for a short run, and objects of dead processes would be finalized in no fixed order

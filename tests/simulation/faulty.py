@@ -1,5 +1,6 @@
 """Deliberate faults in the protocol, one at a time. The simulation must find each of them."""
 
+import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
@@ -32,6 +33,7 @@ from kvflow.state.prefill import rooms as prefill_rooms
 from kvflow.state.prefill.requests import Requests
 from kvflow.state.tables import Memory, Outcome, RankState, Signal
 from kvflow.wire.messages import Notice
+from simulation.dataplane import SimulatedBackend
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -255,6 +257,27 @@ def cancels_are_not_said(patch: Patch) -> None:
 
 def digests_are_believed(patch: Patch) -> None:
     patch.setattr(aggregate, "find_difference", lambda *_: None)
+
+
+def notices_go_with_writes_that_they_overtake(patch: Patch) -> None:
+    """Let every transport state that its notices follow their bytes."""
+    original = SimulatedBackend.__init__
+
+    def init(self: SimulatedBackend, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.capabilities = dataclasses.replace(self.capabilities, in_band_notices=True)
+
+    patch.setattr(SimulatedBackend, "__init__", init)
+
+
+def notices_prove_ends_although_digests_differ(patch: Patch) -> None:
+    original = progress.RankProgress.apply
+
+    def apply(self: progress.RankProgress, signal: Any) -> None:
+        if signal is not tables.RankSignal.DOUBTED:
+            original(self, signal)
+
+    patch.setattr(progress.RankProgress, "apply", apply)
 
 
 def change_parts(patch: Patch, change: Callable[[Chunk, list[pieces.ChunkPart]], list[pieces.ChunkPart]]) -> None:
@@ -553,6 +576,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     free_source_pages_are_a_proof_for_the_destination,
     cancels_are_not_said,
     digests_are_believed,
+    notices_go_with_writes_that_they_overtake,
+    notices_prove_ends_although_digests_differ,
     the_first_piece_of_the_last_chunk_ends_the_transfer,
     the_last_piece_of_every_chunk_ends_the_transfer,
     later_layers_are_not_waited_for,

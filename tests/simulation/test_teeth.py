@@ -42,6 +42,8 @@ EVIDENCE: Final[Mapping[str, int | str]] = MappingProxyType(
         "free_source_pages_are_a_proof_for_the_destination": 83,
         "cancels_are_not_said": 0,
         "digests_are_believed": 86,
+        "notices_go_with_writes_that_they_overtake": 3,
+        "notices_prove_ends_although_digests_differ": 33,
         "the_first_piece_of_the_last_chunk_ends_the_transfer": 0,
         "the_last_piece_of_every_chunk_ends_the_transfer": 0,
         "later_layers_are_not_waited_for": 2,

@@ -291,11 +291,9 @@ class Room:
 
     def _doubt(self, failure: Failure) -> list[DecodeEffect]:
         """Fail the room, and take no notice for a proof: one may have overtaken its bytes."""
-        for progress in self.ranks.values():
-            progress.apply(RankSignal.DOUBTED)
         if self.state.is_pending:
             return self.stop(Signal.FAILED, failure)
-        return [effect for peer in self.unproved() for effect in self.remind(peer)]
+        return [*self._review(), *(effect for peer in self.unproved() for effect in self.remind(peer))]
 
     def drained(self, peer: PeerId, failure: Failure | None) -> list[DecodeEffect]:
         """Handle a rank's promise that it will write nothing more; the room fails unless the rank was complete."""
@@ -352,6 +350,10 @@ class Room:
         if self.opened.digest and self._must_verify():
             self.is_verifying = True
             return [VerifyDigests(self.opened, tuple(progress.written for progress in self.ranks.values()))]
+        is_confirmed = not self.opened.digest or self._is_verified
+        if self.tally.num_complete and not (is_confirmed or self.is_verifying or self.state.is_pending):
+            for progress in self.ranks.values():  # their notices prove nothing
+                progress.apply(RankSignal.DOUBTED)
         before = (self.state.outcome, self.state.memory)
         if not self.is_verifying and not self.tally.num_scattering:  # else this rank accesses the pages
             if self.granted and self.tally.num_complete == len(self.ranks):
