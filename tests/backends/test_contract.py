@@ -18,6 +18,7 @@ from kvflow.testing.contract.suite.peers import PeerContract
 from kvflow.testing.contract.suite.processes import ProcessContract
 from kvflow.testing.contract.suite.writes import WriteContract
 from tests.support.faulty_memory import MappedMemoryBackend
+from tests.support.nixl_held import HeldByNixl
 from tests.support.torch_buffers import TorchBuffer
 
 IMPATIENT: Final = {"close_timeout_s": 0.2}
@@ -36,6 +37,14 @@ class TestMemory(BackendContract):
 class TestNixl(BackendContract):
     backend = "nixl"
     impatient = IMPATIENT
+
+    @pytest.fixture(autouse=True)
+    def held(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.driver = HeldByNixl(monkeypatch)
+
+    @override
+    def num_held(self) -> int:
+        return super().num_held() + len(self.driver.held)
 
 
 class SharedContract(BackendContract):
@@ -67,6 +76,7 @@ class TestMooncake(WriteContract, PeerContract, ProcessContract):
 
     backend = "mooncake"
     timeout_s = 150.0
+    held_after_end = 4  # sockets that the library keeps until its engine is replaced
     impatient = IMPATIENT
 
 

@@ -6,7 +6,8 @@ The measurements behind this module, and the conclusions:
 * Removing a live peer leaves its connections open on both sides, one file descriptor per lane, until either process
   ends; removing on both sides changes nothing. Therefore some sound endpoints are kept when a rank disconnects a peer
   (which may only have been silent), and reused if the same incarnation comes back. The library closes endpoints to
-  ended processes. The connections of removed peers are shut down (`outgoing`).
+  ended processes, but keeps their metadata until they are removed. The connections of removed peers are shut down
+  (`outgoing`).
 * After a partition, TCP retransmits unacknowledged data only after a pause that doubles each time: up to as long after
   the heal as the partition lasted. A peer that reconnects while posts to it are in flight therefore gets a fresh
   endpoint. A library agent has one endpoint per peer, and removing it would lose track of its posts, so several agents
@@ -234,12 +235,22 @@ class NativeEndpoints:
         for agent in self._agents:
             for address, silent_s in self._agents.outgoing(agent).close_silent():
                 self._log.warning("data_connection_silent", address=address, silent_s=silent_s)
+        self._remove_ended()
         for connection in self._connections.values():
             sockets = self._agents.outgoing(connection.agent)
             if connection.path.can_be_told and sockets.carried is not None:
                 carried = [one for one in sockets.carried if one[:2] in connection.opened.values()]
                 may_be_more = sockets.is_sending or connection.is_written  # over connections that the peer has opened
                 connection.path.tell(self._log, connection.peer, carried, self._other_paths, may_be_more=may_be_more)
+
+    def _remove_ended(self) -> None:
+        """Remove kept endpoints whose connections are all closed: their peers have ended, and cannot come back."""
+        for peer in list(self._kept):
+            connection = self._connections[peer]
+            opened, now = connection.opened, self._agents.outgoing(connection.agent).now()
+            if opened and not (opened.keys() & now.keys() or {*opened.values()} & {*now.values()}):
+                del self._kept[peer]
+                self._try_to_remove(connection)
 
     def _look_at_left_open(self) -> None:
         now = time.monotonic()

@@ -3,7 +3,9 @@
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import anyio
 import numpy as np
@@ -18,6 +20,8 @@ from kvflow.testing.endpoints import Endpoint, copies, open_endpoint, random_byt
 
 __all__ = ["ContractBase", "check_one_post", "check_only_this_arrives", "is_refused", "write"]
 
+OPEN_FILES: Final = Path("/proc/self/fd")
+
 
 class ContractBase:
     """Settings of the transport under test; contains no tests.
@@ -29,6 +33,7 @@ class ContractBase:
         memory_kind: Kind of the memory that the tests use.
         reaches_other_processes: False for a transport that works inside one process.
         timeout_s: Maximum duration of a test between opening and closing; a test that hangs fails after it.
+        held_after_end: How many things, as `num_held` counts them, may be left of each peer whose process has ended.
     """
 
     backend: str
@@ -37,6 +42,7 @@ class ContractBase:
     memory_kind: MemoryKind = "DRAM"
     reaches_other_processes: bool = True
     timeout_s: float = 50.0
+    held_after_end: int = 0
 
     pytestmark = pytest.mark.anyio
 
@@ -60,6 +66,13 @@ class ContractBase:
         if self.memory_kind != "DRAM":
             raise NotImplementedError("override new_buffer for memory that is not host memory")
         return HostBuffer(num_bytes)
+
+    def num_held(self) -> int:
+        """Return how much this process holds for peers: by default its open file descriptors.
+
+        Override it if the library or a driver can be asked for more: mappings, handles, metadata.
+        """
+        return sum(1 for _ in OPEN_FILES.iterdir()) if OPEN_FILES.exists() else 0
 
     def new_backend_for(self, buffer: HostBuffer) -> Backend:
         """Create a backend that accesses a buffer's bytes although its address is not their real one.

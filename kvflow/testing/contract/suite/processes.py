@@ -24,6 +24,8 @@ SIZE = NUM_PIECES * PIECE
 
 FILL = 7
 
+POLL_S = 0.02
+
 NO_OPTIONS: Final[Mapping[str, object]] = {}
 
 
@@ -122,6 +124,19 @@ class ProcessContract(ContractBase):
             await write(source, other, NUM_PIECES)
             await source.close()
             assert sorted(end.post_id for end in source.ends()) == list(range(NUM_PIECES + 1))
+
+    async def test_nothing_is_held_for_peers_whose_processes_were_killed(self) -> None:
+        """Neither for one that was written to, nor for one that was only connected."""
+        async with self.open_one(SIZE) as source:
+            before = self.num_held()
+            async with self.open_target() as written, self.open_target() as unused:
+                await source.backend.connect(unused.name, unused.metadata)
+                await self._write_everything(source, written, 1)
+                for target in (written, unused):
+                    await target.kill()
+                    await source.backend.disconnect(target.name)
+            while self.num_held() > before + 2 * self.held_after_end:  # noqa: ASYNC110 - a library does not tell
+                await anyio.sleep(POLL_S)
 
     async def _write_everything(self, source: Endpoint, target: Target, post_id: int) -> None:
         source.buffer.write(0, np.full(SIZE, FILL + post_id, np.uint8))
