@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of the shuffled page tables")
     log = "format of kvflow's log"
     parser.add_argument("--log", default=default.log, choices=["none", "console", "json"], help=log)
+    parser.add_argument("--stages", action="store_true", help="also print how long each stage of kvflow took")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--prepare", action="store_true", dest="prepare_model", help="unpack the model and exit")
 
@@ -59,7 +60,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         if options.json:
             print(json.dumps(result))
         else:
-            print_result(result)
+            print_result(result, with_stages=options.stages)
         return 0 if result["identical"] else 1
 
     return run

@@ -9,15 +9,16 @@ __all__ = ["KV_HEADS", "MODELS", "DemoOptions", "SideName"]
 SideName = Literal["prefill", "decode"]
 
 DEFAULT_PROMPT: Final = """\
-Large language models answer in two phases. In the first, called prefill, the whole prompt is read at once and a key \
-and a value vector is computed for every token in every layer; together these are called the KV cache. In the second, \
-called decode, one token after another is produced, and each of them looks at the whole cache. Prefill needs a lot of \
-arithmetic and decode needs a lot of memory bandwidth, so large deployments run the two on different machines. The \
-cache then has to travel from one machine to the other, page by page, while the rest of the prompt is still being \
-read, and nothing may be lost or mixed up on the way. If a single page arrived in the wrong place, the answer would \
-be nonsense.
+The seasons are spring, summer, autumn and winter.
+The planets are Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus and Neptune.
+The days of the week are Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.
+The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.
+The continents are Africa, Antarctica, Asia, Australia, Europe, North America and South America.
+The oceans are the Pacific, the Atlantic, the Indian, the Southern and the Arctic Ocean.
+The months are January, February, March, April, May, June, July, August, September, October, November and December.
 
-Explain in two sentences what the KV cache is and why it has to be moved."""
+Name the planets in order, from Mercury to Neptune."""
+"""The answer is in the prompt, so anybody sees whether the cache has arrived, and even a small model gets it right."""
 
 MODELS: Final = ("smollm2", "tiny")
 KV_HEADS: Final = 3
@@ -38,4 +39,5 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     log: Literal["none", "console", "json"] = "none"
     json: bool = False
+    stages: bool = False
     registry: str = ""

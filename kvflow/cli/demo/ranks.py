@@ -55,13 +55,14 @@ def _run_prefill(options: DemoOptions, report: Tell, receive: Receive) -> None:
         report("ready", news="ready", prompt_tokens=len(prompt))
         room = receive()["room"]
         senders = [rank.send(room) for rank in ranks]
-        cache = model.new_cache()
+        cache, began_s = model.new_cache(), time.monotonic()
         for start, stop in _chunks(len(prompt), options):
             token = model.step(prompt[start:stop], cache)
             for pool in pools:
                 pool.write(cache, start, stop)
             if stop == len(prompt):
-                report("last_chunk_ready", at_s=time.monotonic())
+                at_s = time.monotonic()
+                report("last_chunk_ready", at_s=at_s, compute_s=at_s - began_s)
             for sender, pool in zip(senders, pools, strict=True):
                 if stop == len(prompt):
                     sender.finish((start, stop), {"kv": pool.pages(start, stop)}, metadata=token.to_bytes(4, "little"))

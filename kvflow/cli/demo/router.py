@@ -20,9 +20,9 @@ def run_demo(options: DemoOptions) -> Report:
 
     Returns:
         The output of `kvflow demo --json`. `identical`: the tokens equal those of the same model run in one process.
-        `tokens`: how many decode generated. `goodput_gbps`: bytes written into decode pages, in Gbit/s, over the time
-        for which the slowest prefill rank had writes in flight. `handover_ms`: from "last chunk ready on prefill" to
-        "decode may run". `stages_ms`: for each stage, the longest time that a rank spent in it.
+        `tokens`: how many decode generated. `compute_ms`: how long prefill computed, and meanwhile sent.
+        `handover_ms`: from "last chunk ready on prefill" to "decode may run". `stages_ms`: for each stage, the longest
+        time that a rank spent in it; stages overlap with each other and with the computation.
 
     Raises:
         SideFailed: A side failed.
@@ -43,24 +43,27 @@ def run_demo(options: DemoOptions) -> Report:
         "prompt_tokens": ready["prompt_tokens"],
         "tokens": len(answer["tokens"]),
         "bytes": handover["num_bytes"],
-        "goodput_gbps": round(handover["num_bytes"] * 8 / 1e9 / sent["submit"], 6),
+        "compute_ms": round(last_chunk["compute_s"] * 1e3, 3),
         "handover_ms": round((handover["at_s"] - last_chunk["at_s"]) * 1e3, 3),
         "stages_ms": {stage: round(max(sent[stage], handover["stages"][stage]) * 1e3, 3) for stage in sent},
         "text": answer["text"],
     }
 
 
-def print_result(result: Report) -> None:
-    """Print the answer, the figures and the result of the comparison to standard output."""
-    print(f"output of the decode side:\n{textwrap.indent(textwrap.fill(result['text'].strip(), 100), '    ')}\n")
+def print_result(result: Report, *, with_stages: bool = False) -> None:
+    """Print the answer, what the handover cost and whether the tokens are right to standard output."""
+    print(f"the decode side continues:\n\n{textwrap.indent(textwrap.fill(result['text'].strip(), 100), '    ')}\n")
+    compute_ms, handover_ms = result["compute_ms"], result["handover_ms"]
+    share = handover_ms / compute_ms
+    moved = "{bytes_mb:.1f} MB moved from {prefill_tp} to {decode_tp} ranks over {backend}"
     rows = {
-        "prefill -> decode": "{prefill_tp} -> {decode_tp} ranks over {backend}".format_map(result),
-        "cache moved": f"{result['prompt_tokens']} tokens, {result['bytes'] / 1e6:.2f} MB",
-        "throughput": f"{result['goodput_gbps'] / 8:.2f} GB/s during writes",
-        "handover": f"{result['handover_ms']:.1f} ms from the last chunk to the start of decoding",
-        "time in each stage": "(slowest rank; stages overlap)",
-        **{f"  {stage}": f"{time_ms:8.2f} ms" for stage, time_ms in result["stages_ms"].items()},
+        "prompt": f"{result['prompt_tokens']} tokens, computed in {compute_ms / 1e3:.2f} s",
+        "cache": f"{moved.format(bytes_mb=result['bytes'] / 1e6, **result)}, while it was computed",
+        "handover": f"decode started {handover_ms:.1f} ms after the last chunk: {share:.1%} of the prompt's time",
     }
-    print("\n".join(f"{name:18}  {text}" for name, text in rows.items()))
-    verdict = "identical: all {tokens} tokens match" if result["identical"] else "different: the tokens do not match"
-    print(f"{verdict.format_map(result)} a single-process run")
+    if with_stages:
+        rows["stages"] = "time in each; slowest rank; they overlap"
+        rows |= {f"  {stage}": f"{time_ms:8.2f} ms" for stage, time_ms in result["stages_ms"].items()}
+    print("\n".join(f"{name:11}  {text}" for name, text in rows.items()))
+    verdict = "all {tokens} tokens are identical to" if result["identical"] else "the tokens differ from"
+    print(f"\n{verdict.format_map(result)} those of a single process")
