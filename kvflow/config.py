@@ -154,8 +154,8 @@ class Limits:
 
     Attributes:
         transfers: Maximum number of open rooms on a rank.
-        peers: Maximum number of decode ranks connected to a prefill rank. One instance may never take more than is
-            still free; the same applies to the next limit.
+        peers: Maximum number of decode ranks connected to a prefill rank. One instance may take as many as it leaves to
+            all others, so at most half; the same applies to the next limit.
         pending_grant_bytes: Maximum size of the page tables of grants for rooms that the prefill engine has not opened
             yet, and of those that are being received, in bytes (four for each page). A single grant may have half of
             it; decode ranks are told.
@@ -322,9 +322,9 @@ class Proofs:
     Attributes:
         process_end: Accept the end of the process as proof, if the transport knows that nothing can land afterwards or
             has seen the last bytes land.
-        queue_pairs_die_with_process_s: Your assurance that every prefill rank writes over RDMA queue pairs and that
-            your fabric delivers nothing more this many seconds after the process has ended; None if you cannot promise
-            that. Accepted only with a transport that may use RDMA queue pairs.
+        queue_pairs_die_with_process_s: Set this only if all prefill ranks write over RDMA: seconds after the end of a
+            process by which your fabric has certainly delivered its last byte. Accepted only with a transport that may
+            use RDMA queue pairs.
 
     Raises:
         ConfigError: A setting has the wrong type or is out of range; `values` has its name and its value.
@@ -350,8 +350,8 @@ class DecodeConfig(RankConfig):
             may connect to because a ticket, a request or a directory says so. By default, any.
         advertise: Host at which the prefill ranks' transports reach this rank. By default, this host's address on the
             route to the registry, or on the default route if there is no registry.
-        digest_every: Compare digests of sent and received data in one of this many transfers: 1 for every transfer, 0
-            for none. Needs host memory on both sides, and both sides read the transfer's pages once more.
+        digest_every: Compare digests of sent and received data in every n-th transfer: 1 for all, 0 for none. Needs
+            host memory on both sides, and both sides read the transfer's pages once more.
         staging_slots: Number of slots in each prefill rank's window.
         proofs: What counts as proof that a prefill process can no longer write.
     """

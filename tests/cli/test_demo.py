@@ -90,7 +90,7 @@ def test_smollm2_over_nixl_between_two_processes() -> None:
     assert (code, err) == (0, "")
     result = check(out, identical=True, backend="nixl", prefill_tp=3, decode_tp=1, model="smollm2")
     assert result["bytes"] == result["prompt_tokens"] * 2 * 30 * 3 * 64 * 4
-    assert "cache" in result["text"].lower()
+    assert "Mercury, Venus, Earth, Mars" in result["text"]
 
 
 @pytest.mark.slow
