@@ -73,22 +73,28 @@ def strided(pool: Pool) -> Strided:
     """Describe the memory of a tensor or an array.
 
     Raises:
-        LayoutError: The pool is neither, or is an array that is read-only, or whose elements are objects or not in
-            native byte order.
+        LayoutError: The pool is neither, is a tensor without memory of its own, or is an array that is read-only, or
+            whose elements are objects or not in native byte order.
     """
     if isinstance(pool, np.ndarray):
         return _of_array(pool)
     if not hasattr(pool, "data_ptr"):
         raise LayoutError("pool must be a torch tensor or a numpy array", field="tensors", found=type(pool).__name__)
-    item_bytes, storage = pool.element_size(), pool.untyped_storage()
+    try:
+        address, storage, strides = pool.data_ptr(), pool.untyped_storage(), pool.stride()
+        start = storage.data_ptr()
+    except RuntimeError as error:  # raised by torch for sparse and for fake tensors
+        facts = {"found": str(pool.device), "detail": str(error)}
+        raise LayoutError("tensor has no strided memory of its own", field="tensors", **facts) from error
+    item_bytes = pool.element_size()
     return Strided(
-        address=pool.data_ptr(),
+        address=address if start else 0,  # a view of a tensor of "meta" has its offset for an address
         shape=tuple(pool.shape),
-        strides=tuple(step * item_bytes for step in pool.stride()),
+        strides=tuple(step * item_bytes for step in strides),
         item_bytes=item_bytes,
         dtype=str(pool.dtype).removeprefix("torch."),
         device=(pool.device.type, pool.device.index or 0),
-        storage=MemoryRange(storage.data_ptr(), storage.nbytes()),
+        storage=MemoryRange(start, storage.nbytes()),
         owner=storage,
     )
 

@@ -175,6 +175,9 @@ def layout_from_components(components: Sequence[Component], fingerprint: str, *,
     pools = [strided(tensor) for tensor in tensors]
     if not pools:
         raise LayoutError("tensors must not be empty", field="tensors", found=0)
+    for pool in pools:
+        if pool.storage.length and not pool.storage.address:
+            raise LayoutError("tensor has no memory", field="tensors", expected="an address", found=pool.device[0])
     usual = pools[0].location
     layout = KVLayout(
         components=tuple(components),
