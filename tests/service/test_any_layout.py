@@ -1,5 +1,6 @@
 """Random pairs of instances in the whole service: real messages, real transports, real memory."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import kvflow
 from kvflow.backends import nixl
 from kvflow.backends.base import Backend
 from kvflow.bounds import Bounds
+from kvflow.geometry.memory import Location
 from kvflow.geometry.pages import TokenPages
 from kvflow.statistics import StagingStatistics
 from kvflow.testing.device import FakeDevice, on_fake_device
@@ -35,8 +37,8 @@ posts = st.sampled_from([1, 50, 300, 2**20])
 stops_of_layers = st.just(()) | st.sets(st.integers(1, 5), min_size=1).map(lambda stops: tuple(sorted(stops)))
 """Ends of the groups of layers that get ready together; empty if a chunk gets ready as a whole."""
 
-devices = st.tuples(st.booleans(), st.booleans())
-"""Whether prefill, and whether decode has its memory on a device."""
+ordinals = st.none() | st.tuples(*[st.sampled_from([0, 3])] * 3)
+"""Numbers of the devices that hold the components of a rank; None for host memory."""
 
 ROOM = 1
 
@@ -54,24 +56,28 @@ async def test_over_memory_at_any_address(world: World, post: int, stops: tuple[
 
 @pytest.mark.timeout(180)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
-@given(world=small_worlds, post=posts, stops=stops_of_layers, on_device=devices)
-async def test_over_nixl(world: World, post: int, stops: tuple[int, ...], on_device: tuple[bool, bool]) -> None:
-    """On a device, whose addresses may have bit 63, the host must not touch anything."""
-    for side, is_on_device in zip((world.prefill, world.decode), on_device, strict=True):
+@given(world=small_worlds, post=posts, stops=stops_of_layers, source=ordinals, target=ordinals)
+async def test_over_nixl(
+    world: World, post: int, stops: tuple[int, ...], source: Sequence[int] | None, target: Sequence[int] | None
+) -> None:
+    """On devices, whose addresses may have bit 63, the host must not touch anything."""
+    for side, devices in ((world.prefill, source), (world.decode, target)):
         for rank in side.values():
-            if is_on_device:
-                put_on_device(rank)
+            if devices is not None:
+                put_on_devices(rank, devices)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nixl, "NixlBackend", on_fake_device(nixl.NixlBackend))
         await hand_over(world, "nixl", bytes_per_post=post, stops=stops)
 
 
-def put_on_device(rank: Rank) -> None:
-    memory = FakeDevice(1, is_high=rank.base >= 2**63).allocate(len(rank.memory))
+def put_on_devices(rank: Rank, ordinals: Sequence[int]) -> None:
+    """Move the memory of a rank, each component to the device with the next of some numbers."""
+    memory = FakeDevice(ordinals[0], is_high=rank.base >= 2**63).allocate(len(rank.memory))
     memory.write(0, rank.memory)
     rank.memory = memory.array
     rank.move(memory.address)
-    rank.layout = replace(rank.layout, memory_kind="VRAM", device_id=1)
+    rank.layout = replace(rank.layout, memory_kind="VRAM", device_id=ordinals[0])
+    rank.scatter([Location("VRAM", ordinal) for ordinal in ordinals])
 
 
 async def hand_over(world: World, backend: str, **options: Any) -> StagingStatistics:

@@ -23,7 +23,7 @@ from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.nixl import NixlBackend
 from kvflow.bounds import Bounds
 from kvflow.errors import FailureReason, TransferFailed
-from kvflow.packing.host import HostCopier
+from kvflow.packing.copier import HostCopier
 from kvflow.testing.buffers import Bytes
 from kvflow.testing.device import FakeDevice
 from tests.support import device
@@ -201,7 +201,7 @@ def test_no_byte_is_read_before_its_event(fake_device: str) -> None:
 
 CAUGHT = [
     ("", "memory", "never", "0", "digest.py"),
-    ("", "memory", "always", "2", "host.py"),
+    ("", "memory", "always", "2", "copier.py"),
     ("high", "memory", "never", "3", "memory.py"),
     ("high", "memory", "always", "0", "device.py"),
     ("high", "nixl", "never", "3", "write_failed"),  # the kernel refuses to read there

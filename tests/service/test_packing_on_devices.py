@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvflow
+from kvflow.backends import nixl
 from kvflow.backends.memory import MemoryBackend
 from kvflow.bounds import Bounds
 from kvflow.errors import FailureReason, Shortage
@@ -26,9 +27,11 @@ from kvflow.geometry.pack import PackedRuns
 from kvflow.packing import device
 from kvflow.packing.device import DeviceCopier
 from kvflow.testing.buffers import HostBuffer
+from kvflow.testing.device import on_fake_device
 from tests.device.devices import DEVICE
-from tests.service.test_any_layout import posts, small_worlds, stops_of_layers, transfer
+from tests.service.test_any_layout import posts, put_on_devices, small_worlds, stops_of_layers, transfer
 from tests.support import instances
+from tests.support.device import let_torch_copy
 from tests.support.examples import examples
 from tests.support.failures import receive_failure, undisturbed
 from tests.support.instances import deploy, prefill_config
@@ -120,6 +123,23 @@ async def test_any_layout_is_packed_on_a_device(world: World, of: Kinds, post: i
         rank.memory[:] = buffer.read()
     for rank in world.decode.values():
         np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
+    assert found.direct_posts == 0
+
+
+@pytest.mark.timeout(120)
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
+@given(world=small_worlds, post=posts)
+async def test_any_layout_is_packed_from_one_device_to_another(world: World, post: int) -> None:
+    """The numbers of the devices differ, and their addresses may have bit 63."""
+    for side, ordinal in ((world.prefill, 0), (world.decode, 3)):
+        for rank in side.values():
+            put_on_devices(rank, [ordinal] * 3)
+    world.compute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nixl, "NixlBackend", on_fake_device(nixl.NixlBackend))
+        let_torch_copy(patch.setattr)
+        found = await transfer(world, "nixl", bytes_per_post=post, packing="always")
+    world.assert_arrived()
     assert found.direct_posts == 0
 
 

@@ -6,6 +6,7 @@ Pools then lie in its memory, and the built-in transports accept it. Child proce
 import ctypes
 import importlib
 import os
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvflow import backends
 from kvflow.geometry import Location
 from kvflow.testing.device import FakeDevice, alias_of, on_fake_device
 
-__all__ = ["LOCATION", "allocate", "memory_at"]
+__all__ = ["DEVICE", "LOCATION", "allocate", "let_torch_copy", "memory_at"]
 
 WANTED: Final = os.environ.get("FAKE_DEVICE", "")
 
@@ -41,15 +42,16 @@ def memory_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(int(real)))
 
 
-def _use_device() -> None:
-    """Make every built-in transport accept the memory of pools, and torch work on it as the device's kernels would."""
+def let_torch_copy(replace: Callable[[object, str, object], None] = setattr) -> None:
+    """Let torch gather and scatter in the memory of fake devices, as their kernels would.
+
+    Args:
+        replace: Sets an attribute of a module, and perhaps resets it later.
+    """
     import torch  # noqa: PLC0415 - only some tests have it
 
     from kvflow.packing import device as packing  # noqa: PLC0415 - likewise
 
-    for module, name in backends.BUILT_IN.values():
-        place = importlib.import_module(module)
-        setattr(place, name, on_fake_device(getattr(place, name)))
     bytes_at = packing.bytes_at
 
     def bytes_at_alias(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -58,8 +60,16 @@ def _use_device() -> None:
     def find_processor(device_id: int) -> torch.device | None:
         return torch.device("cpu")
 
-    packing.bytes_at = bytes_at_alias
-    packing.find_device = find_processor
+    replace(packing, "bytes_at", bytes_at_alias)
+    replace(packing, "find_device", find_processor)
+
+
+def _use_device() -> None:
+    """Make every built-in transport accept the memory of pools, and torch work on it."""
+    for module, name in backends.BUILT_IN.values():
+        place = importlib.import_module(module)
+        setattr(place, name, on_fake_device(getattr(place, name)))
+    let_torch_copy()
 
 
 if DEVICE is not None:
