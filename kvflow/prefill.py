@@ -144,10 +144,6 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint)
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
-    def has_capacity(self, room: RoomId) -> bool:
-        """Return whether a chunk of a room may be offered now, without waiting for others."""
-        return self._core.line.is_open(room)
-
     def next_call(self) -> int:
         """Return a number for a call that waits for capacity."""
         return next(self._calls)
@@ -203,6 +199,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             endpoint=self.endpoint,
         )
         self._core = PrefillCore(self.me, settings)
+        self.line = self._core.line
         self._grants = GrantCollector(self._context, self._core, settings, self._send)
         self._start(self._handle, settings)
         self._device_waits = DeviceWaits(self._context)

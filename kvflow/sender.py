@@ -164,7 +164,7 @@ class RoomSender(Transfer):
         self._raise_if_failed()
         if self._is_quiescing:
             raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
-        if not self._rank.has_capacity(self.room):
+        if not self._rank.line.is_open(self.room):
             return False
         self._offer(chunk)
         return True
