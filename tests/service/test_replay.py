@@ -1,9 +1,13 @@
 """Replays of recordings of real ranks, which must make the same decisions."""
 
+import logging
+import os
 import signal
 import stat
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from io import BytesIO
@@ -20,6 +24,7 @@ from benchmarks.processes import ChildProcess
 from kvflow.bounds import Bounds
 from kvflow.cli.main import main
 from kvflow.config import Timeouts
+from kvflow.observe.logs import configure_logging
 from kvflow.state.recorder import LENGTH_BYTES, Replay, replay
 from tests.support.failures import catch
 from tests.support.instances import UNTOUCHED, Deployment, decode_config, deploy, make_pool
@@ -226,6 +231,41 @@ def test_a_recording_that_is_cut_off_is_replayed_as_far_as_it_goes(recordings: P
         counts.append(result.num_events)
     assert counts[0] == 0
     assert counts[-1] == len(frames(data)) - 2
+
+
+RECORD: Final = "import sys; from tests.service.test_replay import record_with_logs; record_with_logs(sys.argv[1])"
+
+
+def record_with_logs(folder: str) -> None:
+    configure_logging("json", logging.DEBUG, sys.stdout)
+    anyio.run(record_both, Path(folder))
+
+
+def test_addresses_with_bit_63_are_whole_in_recordings_and_logs(tmp_path: Path) -> None:
+    environment = os.environ | {"FAKE_DEVICE": "high"}
+    command = [sys.executable, "-c", RECORD, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=50, text=True)
+    for role in EXPECTED:
+        replayed(tmp_path / role)
+        whole = list(
+            numbers_in(msgspec.msgpack.decode(frame[LENGTH_BYTES:]) for frame in frames((tmp_path / role).read_bytes()))
+        )
+        assert any(number >= 2**63 for number in whole)
+        assert all(number >= -1 for number in whole)
+    logged = list(numbers_in(msgspec.json.decode(line) for line in done.stdout.splitlines()))
+    assert min(logged) >= -1
+    assert "-0x" not in done.stdout
+
+
+def numbers_in(value: object) -> Iterator[int]:
+    """Yield the integers in decoded messages."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from numbers_in(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for one in value:
+            yield from numbers_in(one)
 
 
 def rewritten(path: Path, folder: Path, number: int, entry: dict[int, object]) -> Path:
