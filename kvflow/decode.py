@@ -60,6 +60,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
 
     config: DecodeConfig
     _core: DecodeCore
+    _role = "decode"
 
     def __init__(
         self,
@@ -336,7 +337,11 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
     def _report_receiver(self, effect: ef.ReportReceiver) -> None:
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
-            receiver.note_received(effect.received)
+            handover = receiver.note_received(effect.received)
+            totals = self._transfers.totals
+            totals.handover_s.add(handover.elapsed_s)
+            totals.first_notice_s.add(handover.first_notice_s)
+            totals.received_bytes.add(handover.num_bytes)
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)

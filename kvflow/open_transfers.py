@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import numpy as np
@@ -13,6 +13,7 @@ from kvflow.errors import LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, PageTable
 from kvflow.observe.logs import LOGGER, BoundLogger
+from kvflow.observe.totals import TransferTotals
 from kvflow.observe.trace import log_transfer
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
@@ -22,6 +23,8 @@ from kvflow.transfer import Transfer, check_room
 from kvflow.wire.messages import Failure
 
 __all__ = ["OpenTransfers", "QuarantineRecord", "QuarantineView"]
+
+AT_REST: Final = (Memory.SAFE, Memory.QUARANTINED)
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 
@@ -75,6 +78,7 @@ class OpenTransfers(Generic[AnyTransfer]):
         by_key: The transfers.
         num_unsettled: How many have no outcome yet, or pages that are neither safe nor in quarantine.
         takes_proofs: False once the core reports no more.
+        totals: What the transfers so far add up to.
         core: Set it before a transfer is reported.
     """
 
@@ -83,6 +87,7 @@ class OpenTransfers(Generic[AnyTransfer]):
     def __init__(self, layout: KVLayout, log: BoundLogger) -> None:
         self.by_key: dict[RoomId, AnyTransfer] = {}
         self.num_unsettled = 0
+        self.totals = TransferTotals()
         self._page_bytes = {component.name: component.page_bytes for component in layout.components}
         self.takes_proofs = True
         self._log = log
@@ -109,19 +114,21 @@ class OpenTransfers(Generic[AnyTransfer]):
         transfer = self.by_key.get(key)
         if transfer is None:
             return
-        was_pending, was_settled, before = transfer.outcome is Outcome.PENDING, transfer.is_settled, transfer.memory
+        was_pending, before = transfer.outcome is Outcome.PENDING, transfer.memory
         transfer.report(effect.outcome, effect.memory, effect.failure)
         is_quarantined = effect.memory is Memory.QUARANTINED
         is_over = effect.outcome is not Outcome.PENDING
-        if was_pending and is_over and LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
-            log_transfer(self._log, transfer.log_line())
+        if was_pending and is_over:
+            self.totals.ended[effect.outcome, None if effect.failure is None else effect.failure.reason] += 1
+            if LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
+                log_transfer(self._log, transfer.log_line())
         if is_quarantined and before is not Memory.QUARANTINED:
             self._log_quarantined(key, transfer)
         elif before is Memory.QUARANTINED and not is_quarantined:
             self._log.info("quarantine_left", room=transfer.room, quarantined=len(self.core.quarantine))
         if effect.memory is Memory.SAFE and is_over:
             del self.by_key[key]
-        if transfer.is_settled and not was_settled:
+        if is_over and effect.memory in AT_REST and (was_pending or before not in AT_REST):
             self.num_unsettled -= 1
             if not self.num_unsettled:
                 self._settled.set()
@@ -130,7 +137,10 @@ class OpenTransfers(Generic[AnyTransfer]):
         """Fail every open transfer. Pages in use can no longer be proved safe."""
         self.takes_proofs = False
         for transfer in list(self.by_key.values()):
-            outcome = Outcome.FAILED if transfer.outcome is Outcome.PENDING else transfer.outcome
+            outcome = transfer.outcome
+            if outcome is Outcome.PENDING:
+                outcome = Outcome.FAILED
+                self.totals.ended[outcome, failure.reason] += 1
             memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
             transfer.report(outcome, memory, transfer.failure or failure)
         self.num_unsettled = 0
@@ -162,6 +172,11 @@ class OpenTransfers(Generic[AnyTransfer]):
             num_pages += len(table.pages)
             num_bytes += len(table.pages) * self._page_bytes[name]
         return Footprint(num_pages, num_bytes)
+
+    @property
+    def oldest_quarantine_s(self) -> float:
+        """How long the oldest quarantine has lasted, in seconds; 0 if nothing is in quarantine."""
+        return max((transfer.quarantined_s for transfer in self.by_key.values()), default=0.0)
 
     def quarantined(self) -> list[QuarantineRecord]:
         """List the transfers in quarantine."""

@@ -77,6 +77,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
     config: PrefillConfig
     _core: PrefillCore
+    _role = "prefill"
 
     def __init__(
         self,
@@ -157,6 +158,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             packed_bytes=submit.packed.num_bytes,
             direct_posts=submit.direct.num_posts,
             direct_bytes=submit.direct.num_bytes,
+            writes=submit.totals.copied(),
         )
 
     @override
@@ -235,6 +237,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
                 self._send(connection, self._submit.with_ends(self._core.peers.claimant(connection), message))
             case ef.ReportGranted(room, wanted):
                 if (sender := self._transfers.by_key.get(room)) is not None:
+                    self._transfers.totals.granted_s.add(sender.elapsed_s)
                     sender.report_granted(wanted)
             case ef.ReportQuiesced(room, resume_at):
                 if (sender := self._transfers.by_key.get(room)) is not None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Final, Generic, Protocol, Self, TypeVar
 
 from kvflow.aio.alarm import Alarm
 from kvflow.aio.pulse import Pulse
@@ -33,8 +33,10 @@ from kvflow.errors import (
 )
 from kvflow.geometry.layout import KVLayout
 from kvflow.keys import renewed_trust
+from kvflow.metrics import Metric, Role, collect_metrics
+from kvflow.observe.histograms import Histogram
 from kvflow.observe.logs import get_logger
-from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
 from kvflow.open_transfers import OpenTransfers, QuarantineRecord, QuarantineView
 from kvflow.packing.staging import staging_memory
@@ -47,7 +49,7 @@ from kvflow.state.counts import CoreCounts
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.state.tables import Memory
 from kvflow.state.timers import NextTimer
-from kvflow.statistics import PostCounts, RankStatistics
+from kvflow.statistics import Observed, PostCounts, RankStatistics
 from kvflow.system import system_ports
 from kvflow.transfer import Transfer, reason_of
 from kvflow.trust import Trust, short
@@ -96,6 +98,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     """Base class of both ranks, which document its arguments."""
 
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
+    _role: ClassVar[Role]
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._transfers = OpenTransfers[AnyTransfer](layout, self._log)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
-        self._loop_lag = Duration()
+        self._loop_lag = Histogram()
         self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
             self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
@@ -318,7 +321,9 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self.request(event)
         except KvflowError as error:
             self._transfers.remove_refused(key, transfer, before)
-            self._note_refused(event, self.failure(reason_of(error), str(error)))
+            reason = reason_of(error)
+            self._transfers.totals.refused[reason] += 1
+            self._note_refused(event, self.failure(reason, str(error)))
             raise
 
     def statistics(self) -> RankStatistics:
@@ -329,8 +334,26 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         if self._loop is None:
             raise self.not_open()
-        counts, posts = self._core.counts(), self._post_counts()
-        return RankStatistics.from_counts(counts, posts, self._anomalies, self._times, self._loop_lag)
+        observed = Observed(
+            times=self._times.copied(),
+            transfers=self._transfers.totals.copied(),
+            loop_lag=self._loop_lag.copied(),
+            oldest_quarantine_s=self._transfers.oldest_quarantine_s,
+        )
+        return RankStatistics.from_counts(self._core.counts(), self._post_counts(), self._anomalies, observed)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the series of docs/metrics.md with their current values.
+
+        May be called from any thread; in another one, it waits for the rank's event loop.
+
+        Raises:
+            LocalProtocolError: The rank has not been opened.
+            TimeoutError: The event loop has not answered within 10 s.
+        """
+        rank = self.me.rank
+        labels = {"role": self._role, "instance_name": rank.instance, "engine_rank": str(rank.engine_rank)}
+        return collect_metrics(self.call_on_loop(self.statistics), labels)
 
     def _post_counts(self) -> PostCounts:
         """Count writes; a decode rank makes none."""

@@ -136,10 +136,10 @@ class RoomReceiver(Transfer):
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
         return self.handover
 
-    def note_received(self, received: ef.ReceivedRoom) -> None:
-        """Set `handover` from the core's report of a complete transfer."""
+    def note_received(self, received: ef.ReceivedRoom) -> Handover:
+        """Set `handover` from the core's report of a complete transfer, and return it."""
         first = min(received.metadata, default=None)
-        self.handover = Handover(
+        self.handover = handover = Handover(
             metadata=b"" if first is None else received.metadata[first],
             metadata_by_rank=received.metadata,
             num_bytes=received.num_bytes,
@@ -147,6 +147,7 @@ class RoomReceiver(Transfer):
             elapsed_s=self._rank.now() - self._opened_at,
             first_notice_s=received.first_notice_at - self._opened_at,
         )
+        return handover
 
     @override
     def log_line(self) -> TransferLine:
@@ -157,7 +158,7 @@ class RoomReceiver(Transfer):
             prefill=str(self._opened.instance),
             num_bytes=None if self.handover is None else self.handover.num_bytes,
             num_pages=0 if self._wanted is None else self._wanted.footprint.num_pages,
-            elapsed_s=self._rank.now() - self._opened_at,
+            elapsed_s=self.elapsed_s,
             failure=self.failure,
             label=self.label,
         )

@@ -29,6 +29,7 @@ __all__ = [
     "error_text",
     "find_shortage",
     "limit_of",
+    "num_descriptors_left",
     "pinning_facts",
     "report_accept_shortages",
     "shared_memory_facts",
@@ -197,6 +198,19 @@ class Reserve:
 
 def _open() -> int:
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def num_descriptors_left() -> int | None:
+    """Return how many more descriptors this process may open; None if that is unknown or unlimited."""
+    if sys.platform == "win32":
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    try:
+        return max(0, soft - len(list(DESCRIPTORS.iterdir())))
+    except OSError as error:  # listing them takes one, too
+        return 0 if error.errno == errno.EMFILE else None
 
 
 def _num_open() -> str:

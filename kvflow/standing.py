@@ -1,11 +1,18 @@
 """Whether a rank may be used, and from where."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from kvflow.errors import LocalProtocolError, RankBroken
 from kvflow.wire.messages import PeerId
 
 __all__ = ["Standing"]
+
+
+ANSWER_S: Final = 10.0
+
+Result = TypeVar("Result")
 
 
 class Standing:
@@ -29,6 +36,24 @@ class Standing:
             loop = None
         if loop is not self._loop and self._loop is not None:
             raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
+
+    def call_on_loop(self, function: Callable[[], Result]) -> Result:
+        """Call a function on the event loop, from any thread, and return its result.
+
+        Raises:
+            LocalProtocolError: The rank has not been opened.
+            TimeoutError: The event loop has not answered within 10 s.
+        """
+        loop = self._loop
+        if loop is None:
+            raise self.not_open()
+        if not loop.is_running() or asyncio._get_running_loop() is loop:
+            return function()
+
+        async def call() -> Result:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), loop).result(ANSWER_S)
 
     def not_open(self) -> LocalProtocolError:
         """Return the error for a call that requires an open rank."""

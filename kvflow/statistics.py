@@ -1,13 +1,17 @@
 """Counters of a rank."""
 
-import dataclasses
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
-from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.histograms import Histogram
+from kvflow.observe.times import StageTimes
+from kvflow.observe.totals import TransferTotals, WriteTotals
 from kvflow.observe.trace import AnomalyLog
 from kvflow.state.counts import CoreCounts
+from kvflow.state.tables import PeerState
 
-__all__ = ["PostCounts", "RankStatistics", "StagingStatistics"]
+__all__ = ["Observed", "PostCounts", "RankStatistics", "StagingStatistics"]
+
+NO_WRITES: Final = WriteTotals()
 
 
 class PostCounts(NamedTuple):
@@ -18,6 +22,16 @@ class PostCounts(NamedTuple):
     packed_bytes: int = 0
     direct_posts: int = 0
     direct_bytes: int = 0
+    writes: WriteTotals = NO_WRITES
+
+
+class Observed(NamedTuple):
+    """What the shell of a rank has measured; see `RankStatistics`."""
+
+    times: StageTimes
+    transfers: TransferTotals
+    loop_lag: Histogram
+    oldest_quarantine_s: float
 
 
 class StagingStatistics(NamedTuple):
@@ -61,11 +75,15 @@ class RankStatistics(NamedTuple):
         posted: Writes that have started and not ended (prefill).
         timers: Active timers; each known peer has one or two.
         peers: Known peers.
+        peers_by_state: The same, by state.
+        oldest_quarantine_s: How long pages have been in quarantine at most, in seconds; 0 if none are.
         anomalies: Ignored messages, by kind.
         postponed: Messages over a budget, by kind. Their senders repeat them: this is load, not abuse.
         times: How long each stage has taken so far.
-        loop_lag: How late the rank's timers ran. Large values mean that the event loop is starved by a callback, by a
-            thread that holds the GIL, or by another process on its CPU.
+        transfers: Transfers that have ended or were refused, and how long they took.
+        writes: Sizes and rates of writes (prefill).
+        loop_lag: How late the rank's timers ran, in seconds. Large values mean that the event loop is starved by a
+            callback, by a thread that holds the GIL, or by another process on its CPU.
         staging: Packing counters.
     """
 
@@ -79,24 +97,25 @@ class RankStatistics(NamedTuple):
     posted: int
     timers: int
     peers: int
+    peers_by_state: dict[PeerState, int]
+    oldest_quarantine_s: float
     anomalies: dict[str, int]
     postponed: dict[str, int]
     times: StageTimes
-    loop_lag: Duration
+    transfers: TransferTotals
+    writes: WriteTotals
+    loop_lag: Histogram
     staging: StagingStatistics
 
     @classmethod
-    def from_counts(
-        cls, counts: CoreCounts, posts: PostCounts, anomalies: AnomalyLog, times: StageTimes, loop_lag: Duration
-    ) -> Self:
+    def from_counts(cls, counts: CoreCounts, posts: PostCounts, anomalies: AnomalyLog, observed: Observed) -> Self:
         """Put together the counters of the parts of a rank."""
         found = counts._asdict() | posts._asdict()
         staging = StagingStatistics(**{name: found.pop(name) for name in StagingStatistics._fields})
         return cls(
             **found,
+            **observed._asdict(),
             anomalies=dict(anomalies.counts),
             postponed=dict(anomalies.postponed),
-            times=times,
-            loop_lag=dataclasses.replace(loop_lag),
             staging=staging,
         )

@@ -150,6 +150,11 @@ class Transfer(abc.ABC):
         await self._safe.wait()
         return self.memory
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the engine opened it, or granted its pages."""
+        return self._rank.now() - self._opened_at
+
     def mark_rank_closed(self) -> None:
         """Record that no further proof will arrive."""
         self._safe.set()

@@ -196,6 +196,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
         return result
 
     statistics = call_on_loop(Rank.statistics)
+    metrics = call_on_loop(Rank.metrics)
     quarantined = call_on_loop(Rank.quarantined)
     release = call_on_loop(Rank.release)
     reload_trust = call_on_loop(Rank.reload_trust)

@@ -3,28 +3,14 @@
 from dataclasses import dataclass, field
 
 from kvflow.errors import Stage
+from kvflow.observe.histograms import Histogram
 
-__all__ = ["Duration", "StageTimes"]
-
-
-@dataclass
-class Duration:
-    """Count, sum and maximum of durations, in seconds."""
-
-    count: int = 0
-    total_s: float = 0.0
-    max_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add one duration."""
-        self.count += 1
-        self.total_s += seconds
-        self.max_s = max(self.max_s, seconds)
+__all__ = ["StageTimes"]
 
 
 @dataclass
 class StageTimes:
-    """Durations by stage.
+    """Durations by stage, in seconds.
 
     What is measured: `bootstrap` checking a Hello (prefill) or compiling routes (decode); `enqueue` the wait of a piece
     for its turn; `planning` one plan; `submit` one post, from the call to its end, less the time for which the engine
@@ -32,4 +18,8 @@ class StageTimes:
     packed piece.
     """
 
-    stages: dict[Stage, Duration] = field(default_factory=lambda: {stage: Duration() for stage in Stage})
+    stages: dict[Stage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
+
+    def copied(self) -> "StageTimes":
+        """Return a copy that does not change any more."""
+        return StageTimes({stage: times.copied() for stage, times in self.stages.items()})

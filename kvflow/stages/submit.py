@@ -9,6 +9,7 @@ from kvflow.backends.base import Backend, BackendEvent, PostEnded, PostInDoubt
 from kvflow.errors import BackendError, FailureReason, Stage
 from kvflow.geometry.blocks import Blocks
 from kvflow.geometry.plan import Descriptors
+from kvflow.observe.totals import WriteTotals
 from kvflow.stages.context import PeerAgents, StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
@@ -21,6 +22,8 @@ __all__ = ["Submit"]
 class _Post(NamedTuple):
     delivery: DeliveryId
     seq: int
+    num_bytes: int
+    num_descriptors: int
     began: float
     late_s: float
 
@@ -45,6 +48,7 @@ class Submit:
         self._num_posts = 0
         self._has_lingered = False
         self.direct, self.packed = PathTotals(), PathTotals()
+        self.totals = WriteTotals()
 
     @property
     def num_posted(self) -> int:
@@ -69,7 +73,8 @@ class Submit:
         totals = self.direct if notice.staged is None else self.packed
         totals.num_posts += 1
         totals.num_bytes += notice.num_bytes
-        self._posts[post_id] = _Post(delivery, seq, self._context.now(), self._context.pulse.late_s)
+        began, late_s = self._context.now(), self._context.pulse.late_s
+        self._posts[post_id] = _Post(delivery, seq, notice.num_bytes, len(moves.src), began, late_s)
         payload = encode(notice) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
@@ -86,12 +91,16 @@ class Submit:
                     self._context.anomalies.count("end_of_unknown_post", post_id=post_id, detail=error)
                     return
                 self._has_lingered |= lingers
-                delivery, seq, began, late_s = post
+                delivery, seq, num_bytes, num_descriptors, began, late_s = post
                 held_s = self._context.pulse.late_s - late_s  # by the engine, not by the transport
-                self._context.times.stages[Stage.SUBMIT].add(max(0.0, self._context.now() - began - held_s))
+                took_s = max(0.0, self._context.now() - began - held_s)
+                self._context.times.stages[Stage.SUBMIT].add(took_s)
+                self.totals.descriptors.add(num_descriptors)
                 failure = None
                 if error is not None:
                     failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, error)
+                elif num_bytes and took_s:
+                    self.totals.bytes_per_second.add(num_bytes / took_s)
                 self._context.dispatch(ev.PostEnded(delivery, seq, failure, lingers))
             case PostInDoubt(post_id, error):
                 post = self._posts.get(post_id)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from kvflow.state.tables import PeerState
+
 __all__ = ["CoreCounts"]
 
 
@@ -15,6 +17,7 @@ class CoreCounts(NamedTuple):
     announced: int
     timers: int
     peers: int
+    peers_by_state: dict[PeerState, int]
     waiting_grants: int = 0
     queued_chunks: int = 0
     slots_taken: int = 0

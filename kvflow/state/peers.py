@@ -1,5 +1,6 @@
 """Liveness of a peer: what both roles track of one incarnation of a rank at the other end. Pure."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from kvflow.state.tables import PEER, PeerSignal, PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Drained, Failed, Failure, Goodbye, Message, Notice, PeerId, Ping, Pong, SlotQuery
 
-__all__ = ["BUSY_LEASES", "LeaseCheck", "Peer", "is_genuine", "log_loss"]
+__all__ = ["BUSY_LEASES", "LeaseCheck", "Peer", "count_states", "is_genuine", "log_loss"]
 
 MIN_LEASE_S = 1e-3
 """Shortest lease, in seconds, so that there is time between two checks."""
@@ -109,6 +110,14 @@ class Peer:
 
     def _apply(self, signal: PeerSignal) -> None:
         self.state = PEER[self.state, signal]
+
+
+def count_states(peers: Iterable[Peer]) -> dict[PeerState, int]:
+    """Count known peers by state; those that have left are not known any more."""
+    counts = dict.fromkeys((PeerState.CONNECTED, PeerState.SUSPECT, PeerState.LOST), 0)
+    for peer in peers:
+        counts[peer.state] += 1
+    return counts
 
 
 def is_genuine(peer: PeerId, message: Message) -> bool:

@@ -5,8 +5,9 @@ import logging
 import pytest
 
 from kvflow.errors import MAX_TEXT, Stage
+from kvflow.observe.histograms import Histogram
 from kvflow.observe.logs import get_logger
-from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import MAX_LINES, MAX_SOURCES, AnomalyLog
 from kvflow.wire.messages import PeerId, RankId
 from tests.observe.lines import printed
@@ -108,11 +109,18 @@ def test_counts_go_on_while_nothing_is_printed() -> None:
     assert log.counts == {"late": 1}
 
 
-def test_durations_add_up() -> None:
-    duration = Duration()
-    for seconds in (1.0, 3.0, 2.0):
-        duration.add(seconds)
-    assert (duration.count, duration.total_s, duration.max_s) == (3, 6.0, 3.0)
+def test_values_are_counted_in_the_first_bucket_whose_bound_they_do_not_exceed() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 3.0):
+        histogram.add(value)
+    assert (histogram.counts, histogram.count, histogram.total, histogram.maximum) == ([2, 1, 1], 4, 6.0, 3.0)
+
+
+def test_copy_of_a_histogram_does_not_change() -> None:
+    histogram = Histogram()
+    copy = histogram.copied()
+    histogram.add(1.0)
+    assert (copy.count, histogram.count) == (0, 1)
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -120,11 +128,11 @@ def test_stages_are_timed_apart(stage: Stage) -> None:
     times = StageTimes()
     times.stages[stage].add(0.5)
     assert times.stages.keys() == set(Stage)
-    assert [name for name, duration in times.stages.items() if duration != Duration()] == [stage]
-    assert times.stages[stage] == Duration(1, 0.5, 0.5)
+    assert [name for name, duration in times.stages.items() if duration.count] == [stage]
+    assert times.stages[stage].total == 0.5
 
 
 def test_two_ranks_do_not_share_times() -> None:
     first, second = StageTimes(), StageTimes()
     first.stages[Stage.SUBMIT].add(1.0)
-    assert second.stages[Stage.SUBMIT] == Duration()
+    assert second.stages[Stage.SUBMIT].count == 0

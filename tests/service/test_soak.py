@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.resources import num_files
-from kvflow.observe.times import Duration, StageTimes
+from kvflow.observe.histograms import Histogram
+from kvflow.observe.times import StageTimes
+from kvflow.observe.totals import TransferTotals, WriteTotals
 from kvflow.statistics import RankStatistics, StagingStatistics
 from tests.support.instances import BACKENDS, Deployment, anomalies_of, deploy
 from tests.support.waiting import until
@@ -53,7 +55,9 @@ def take_census(deployment: Deployment) -> Census:
             statistics._replace(
                 anomalies=anomalies_of(statistics),  # this census itself holds the loop
                 times=StageTimes(),
-                loop_lag=Duration(),
+                transfers=TransferTotals(),
+                writes=WriteTotals(),
+                loop_lag=Histogram(),
                 staging=StagingStatistics(),
             )
             for statistics in deployment.statistics()

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvflow import config, errors
+from kvflow.metrics import SERIES
 
-__all__ = ["API_PAGE", "GROUPS", "PAGES", "SETTINGS_PAGE", "fill_in", "main"]
+__all__ = ["API_PAGE", "GROUPS", "METRICS_PAGE", "PAGES", "SETTINGS_PAGE", "fill_in", "main"]
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 SETTINGS_PAGE: Final = DOCS / "configuration.md"
 API_PAGE: Final = DOCS / "api.md"
-PAGES: Final = (SETTINGS_PAGE, API_PAGE)
+METRICS_PAGE: Final = DOCS / "metrics.md"
+PAGES: Final = (SETTINGS_PAGE, API_PAGE, METRICS_PAGE)
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -28,7 +30,7 @@ RANKS: Final = "kvflow.blocking.ranks"
 """Where arguments of a constructor are documented by the base class."""
 
 DRAIN: Final = ("is_drained", "drain")
-RANK: Final = ("reload_trust", "start_drain", *DRAIN, "quarantined", "release")
+RANK: Final = ("metrics", "reload_trust", "start_drain", *DRAIN, "quarantined", "release")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -90,6 +92,12 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.statistics.StagingStatistics": (),
         "kvflow.directory.RegistryStatistics": (),
         "kvflow.observe.times.StageTimes": (),
+        "kvflow.observe.totals.TransferTotals": (),
+        "kvflow.observe.totals.WriteTotals": (),
+        "kvflow.observe.histograms.Histogram": ("count",),
+        "kvflow.metrics.Metric": (),
+        "kvflow.metrics.Sample": (),
+        "kvflow.prometheus.RankCollector": ("add_rank", "remove_rank"),
         "kvflow.configure_logging": (),
         "kvflow.known_backends": (),
     },
@@ -262,7 +270,28 @@ def errors_table(base: str) -> str:
     return _grid(("error", "is a", "meaning"), *rows)
 
 
-PARTS: Final[dict[str, Callable[[str], str]]] = {"settings": settings, "api": api, "errors": errors_table}
+def metrics_table(kind: str) -> str:
+    """Return a table of the series of a kind."""
+    rows = [
+        (
+            f"`{series.name}`",
+            series.unit,
+            f"`{series.label}`" if series.label else "",
+            " and ".join(series.roles),
+            series.meaning,
+        )
+        for series in SERIES
+        if series.kind == kind
+    ]
+    return _grid(("name", "unit", "label", "ranks", "meaning"), *rows)
+
+
+PARTS: Final[dict[str, Callable[[str], str]]] = {
+    "settings": settings,
+    "api": api,
+    "errors": errors_table,
+    "metrics": metrics_table,
+}
 
 
 def _object(path: str, members: tuple[str, ...]) -> str:

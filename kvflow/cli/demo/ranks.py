@@ -130,4 +130,4 @@ def _chunks(num_tokens: int, options: DemoOptions) -> Iterator[tuple[int, int]]:
 def _slowest_rank(ranks: Sequence[kvflow.RankStatistics]) -> dict[str, float]:
     """Return, for each stage, the most seconds that one rank spent in it."""
     times = [statistics.times.stages for statistics in ranks]
-    return {stage.value: max(stages[stage].total_s for stages in times) for stage in times[0]}
+    return {stage.value: max(stages[stage].total for stages in times) for stage in times[0]}

@@ -85,6 +85,7 @@ class DecodeCore:
             announced=len(self.rooms.announced),
             timers=len(self.timers),
             peers=len(self.peers),
+            peers_by_state=self.peers.count_states(),
             windows_taken=self.windows.num_taken,
             windows_free=self.windows.num_windows - self.windows.num_taken,
         )

@@ -16,7 +16,7 @@ from kvflow.state.effects import (
     SendMessage,
     WaitForFence,
 )
-from kvflow.state.peers import Peer
+from kvflow.state.peers import Peer, count_states
 from kvflow.state.quarantine import MissingProof, ProofKind
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import InstanceState, PeerState
@@ -68,6 +68,10 @@ class PrefillPeers:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    def count_states(self) -> dict[PeerState, int]:
+        """Count the prefill ranks by state."""
+        return count_states(self._peers.values())
 
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._peers

@@ -100,6 +100,7 @@ class PrefillCore:
             announced=waiting.num_announced + sum(len(room.announced) for room in self.rooms.rooms.values()),
             timers=len(self.timers),
             peers=len(self.peers),
+            peers_by_state=self.peers.count_states(),
             waiting_grants=len(waiting) - waiting.num_announced,
             queued_chunks=len(self.queue),
             slots_taken=slots.num_slots - slots.num_free - slots.num_lost,

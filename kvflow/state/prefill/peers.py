@@ -8,8 +8,9 @@ from kvflow.gate.shares import FairShares
 from kvflow.state.closed import ClosedGenerations
 from kvflow.state.effects import PrefillEffect, Reply
 from kvflow.state.events import DeliveryId, PeerRoute
-from kvflow.state.peers import Peer
+from kvflow.state.peers import Peer, count_states
 from kvflow.state.prefill.deadlines import PrefillTimer
+from kvflow.state.tables import PeerState
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import Failure, Hello, Message, PeerId, RankId
 
@@ -148,6 +149,10 @@ class DecodePeers:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    def count_states(self) -> dict[PeerState, int]:
+        """Count the decode ranks by state."""
+        return count_states(known.liveness for known in self._peers.values())
 
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._peers
