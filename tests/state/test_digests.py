@@ -114,13 +114,13 @@ def test_pages_are_held_until_a_comparison_that_nobody_wants_any_more_has_ended(
 
 
 def test_a_difference_that_is_found_too_late_changes_no_outcome(verifying: DecodeDriver) -> None:
-    """What the ranks have said until then proves nothing, so they are asked again."""
+    """Notices prove nothing then, so the rank that has not said yet that its writes have ended is asked again."""
     verifying(ev.ReceiveAborted(ROOM, ABORTED))
-    assert drain(verifying, PREFILL, OTHER) == []
+    assert drain(verifying, PREFILL) == []
     effects = answer(verifying, CORRUPT)
     assert reports(effects) == []
-    assert [to for to, _ in messages(effects, Cancel)] == [PREFILL, OTHER]
-    assert reports(drain(verifying, PREFILL, OTHER)) == [("aborted", "safe")]
+    assert [to for to, _ in messages(effects, Cancel)] == [OTHER]
+    assert reports(drain(verifying, OTHER)) == [("aborted", "safe")]
 
 
 def test_a_comparison_that_does_not_end_puts_the_pages_into_quarantine(verifying: DecodeDriver) -> None:
@@ -148,6 +148,19 @@ def test_nothing_is_compared_of_a_transfer_that_ended_before_everything_arrived(
 def test_a_lost_rank_that_wrote_everything_does_not_disturb_the_comparison(verifying: DecodeDriver) -> None:
     assert reports(verifying.hear(PREFILL, Goodbye(peer=PREFILL))) == []
     assert reports(answer(verifying)) == [("success", "safe")]
+
+
+@pytest.mark.parametrize("proof", ["drained", "fenced"])
+def test_a_proof_that_came_while_its_notices_were_believed_still_counts(
+    core: DecodeDriver, granted: list[DecodeEffect], proof: str
+) -> None:
+    """Of two ranks that are killed, one has sent everything; it is gone, and cannot give its proof again."""
+    notices(core, granted, PREFILL)
+    if proof == "fenced":
+        core(ev.PeerFenced(PREFILL))
+    else:
+        drain(core, PREFILL)
+    assert reports(core(ev.PeerFenced(OTHER)))[-1] == ("failed", "safe")
 
 
 def test_nothing_is_compared_where_nobody_sends_anything(core: DecodeDriver) -> None:

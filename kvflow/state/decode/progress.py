@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -13,6 +14,10 @@ from kvflow.state.tables import QUIET, RANK, RankSignal, RankState
 from kvflow.wire.messages import Notice
 
 __all__ = ["RankProgress", "Tally"]
+
+
+PROOFS: Final = frozenset({RankSignal.DRAINED, RankSignal.FENCED})
+"""Signals that a rank writes nothing more, whatever its notices say."""
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class RankProgress:
         self._notices: dict[int, Notice] = {}
         self._scattering: dict[int, Notice] = {}
         self.has_landed = False
+        self._has_proof = False
         self._num_expected: int | None = None
         self._num_checked = 0
         self._positions = {name: start for name, (start, _) in self._wanted.items()}
@@ -64,7 +70,10 @@ class RankProgress:
 
     def apply(self, signal: RankSignal) -> None:
         """Apply a signal to the state table."""
+        self._has_proof |= signal in PROOFS
         before, self.state = self.state, RANK[self.state, signal]
+        if signal is RankSignal.DOUBTED and self._has_proof:
+            self.state = RankState.DRAINED  # the proof came while the notices were believed
         if self.state is not before:
             self._tally.num_complete += (self.state is RankState.COMPLETE) - (before is RankState.COMPLETE)
             self._tally.num_quiet += (self.state in QUIET) - (before in QUIET)

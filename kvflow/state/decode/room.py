@@ -327,9 +327,12 @@ class Room:
     def fenced(self, peer: PeerId, failure: Failure) -> list[DecodeEffect]:
         """Note that no write of a terminated incarnation can still land."""
         progress = self._progress_of(peer)
-        if progress is None or progress.state in QUIET:
+        if progress is None:
             return []
+        was_quiet = progress.state in QUIET
         progress.apply(RankSignal.FENCED)
+        if was_quiet:
+            return []
         return self.stop(Signal.FAILED, failure, spare=peer)
 
     def apply(self, signal: Signal) -> list[DecodeEffect]:
