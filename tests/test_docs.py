@@ -153,7 +153,7 @@ def test_readme_example_runs() -> None:
 def output_of(script: str, *arguments: str) -> str:
     """Return the output of a script in a fresh interpreter, where it must succeed and print no errors."""
     command = [sys.executable, "-c", script, *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (finished.returncode, finished.stderr) == (0, "")
     return finished.stdout
 
@@ -164,7 +164,7 @@ def test_quick_start_runs() -> None:
     sending = subprocess.Popen([sys.executable, "-c", prefill, address], stdout=subprocess.PIPE, text=True)
     try:
         assert output_of(decode, address) == "first token: 42 1.0 2.0\n"
-        printed, _ = sending.communicate(timeout=50)
+        printed, _ = sending.communicate(timeout=100)
     finally:
         sending.kill()
     assert (sending.returncode, printed) == (0, "sent\n")

@@ -91,7 +91,7 @@ STANDARD: Final = ["dataclasses", "enum", "hashlib", "heapq", "ipaddress", "iter
 def modules_after(*imports: str) -> frozenset[str]:
     """Return the modules that a fresh interpreter has loaded after some imports."""
     script = "".join(f"import {name}\n" for name in imports) + PRINT_MODULES
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=100)
     return frozenset(json.loads(done.stdout))
 
 
@@ -283,5 +283,5 @@ def test_command_explains_itself(command: list[str], capsys: pytest.CaptureFixtu
 
 def test_installed_command_runs() -> None:
     command = Path(sys.executable).with_name("kvflow")
-    done = subprocess.run([command, "--version"], capture_output=True, check=True, timeout=50, text=True)
+    done = subprocess.run([command, "--version"], capture_output=True, check=True, timeout=100, text=True)
     assert done.stdout == f"kvflow {kvflow.__version__}\n"

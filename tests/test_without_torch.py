@@ -71,7 +71,7 @@ asyncio.run(main())
 
 def run_without_torch(program: str) -> "subprocess.CompletedProcess[str]":
     script = WITHOUT_TORCH + program
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def check_interrupted(command: str, is_time: Callable[[int], bool]) -> None:
             anyio.run(until, lambda: is_time(process.pid))
             children = children_of(process.pid)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            out, err = process.communicate(timeout=40)
+            out, err = process.communicate(timeout=100)
         finally:
             process.kill()
     assert (process.returncode, out) == (130, "")

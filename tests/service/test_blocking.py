@@ -144,7 +144,7 @@ with pair_of_ranks(sys.argv[1], share_loop=True) as pair:
 def test_a_forked_child_leaves_the_ranks_to_its_parent(backend: str) -> None:
     """The child can neither use nor close them, and does not wait for a thread that it does not have."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, backend]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -665,7 +665,7 @@ CLOSED_FIRST = ("", CLOSE, b"closed\n")
 def test_a_process_ends_although_its_ranks_are_open(backend: str, begin: str, end: str, printed: bytes) -> None:
     with registry_in_thread() as endpoint:
         program = PROGRAM.format(backend=backend, endpoint=endpoint, begin=begin, end=end)
-        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, printed, b"")
 
 
@@ -727,5 +727,5 @@ signal.raise_signal(signal.SIGTERM)
 def test_a_signal_handler_closes_ranks_with_open_transfers(backend: str) -> None:
     with registry_in_thread() as endpoint:
         program = KILLED.format(backend=backend, endpoint=endpoint)
-        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=100, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, b"aborted aborted aborted aborted\n", b"")

@@ -123,7 +123,7 @@ anyio.run(transfer)
 
 
 def test_nothing_is_printed_without_configuration() -> None:
-    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, check=True, timeout=100)
     assert (done.stdout, done.stderr) == (b"", b"")
 
 

@@ -244,7 +244,7 @@ def record_with_logs(folder: str) -> None:
 def test_addresses_with_bit_63_are_whole_in_recordings_and_logs(tmp_path: Path) -> None:
     environment = os.environ | {"FAKE_DEVICE": "high"}
     command = [sys.executable, "-c", RECORD, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=50, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100, text=True)
     for role in EXPECTED:
         replayed(tmp_path / role)
         whole = list(

@@ -205,7 +205,7 @@ print(json.dumps([outcome(left) for left in (0, 6, 9, 12, 40)]))
 def run(program: str, *arguments: str) -> Any:
     text = PROGRAM.replace("HANDSHAKE_S", "0.5") + program
     command = [sys.executable, "-W", "ignore", "-c", text, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     return json.loads(done.stdout)
 

@@ -54,7 +54,7 @@ def unpack(wheel: Path, site: Path) -> None:
 def install(wheel: Path, site: Path) -> None:
     """Install a wheel into a folder with pip."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, timeout=50)
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, timeout=100)
 
 
 def add_ascend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

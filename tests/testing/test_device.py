@@ -55,7 +55,7 @@ memory = FakeDevice(is_high={is_high}).allocate(4096)
 
 def run(code: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-X", "faulthandler", "-c", code]
-    return subprocess.run(command, capture_output=True, check=False, timeout=60, text=True)
+    return subprocess.run(command, capture_output=True, check=False, timeout=100, text=True)
 
 
 @pytest.mark.parametrize("is_high", [False, True], ids=["low", "high"])
