@@ -84,7 +84,7 @@ def launch(pool: Pool, wrong: int | None) -> tuple[Stream, Stream, list[Event]]:
 
     Args:
         pool: Where they compute.
-        wrong: Number of an event that is recorded on another stream than its kernels.
+        wrong: Number of an event that is recorded on another stream, while its kernels never run.
 
     Returns:
         A stream with the first chunk and then the two halves of the third one, a stream with the second chunk, and the
@@ -94,12 +94,12 @@ def launch(pool: Pool, wrong: int | None) -> tuple[Stream, Stream, list[Event]]:
     events = [Event() for _ in range(4)]
     work: list[tuple[Stream, int, Layers]] = [(first, 0, ALL_LAYERS), (second, 1, ALL_LAYERS)]
     work += [(first, 2, (0, 2)), (first, 2, (2, 4))]
-    for event, (stream, chunk, layers) in zip(events, work, strict=True):
-        stream.launch(partial(compute, pool, chunk, layers))
+    for number, (event, (stream, chunk, layers)) in enumerate(zip(events, work, strict=True)):
+        stream.launch(partial(compute, pool, chunk, layers if number != wrong else (0, 0)))
         event.record(stream)
-    if wrong is not None:
-        events[wrong].record(other)
-        other.run()
+        if number == wrong:
+            event.record(other)
+            other.run()
     return first, second, events
 
 
