@@ -1,8 +1,9 @@
 """The transfers of a rank: those that are open, and those whose pages are in quarantine."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
@@ -20,7 +21,7 @@ from kvflow.state import effects as ef
 from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.tables import Memory, Outcome
 from kvflow.transfer import Transfer, check_room
-from kvflow.wire.messages import Failure
+from kvflow.wire.messages import Failure, PeerId
 
 __all__ = ["OpenTransfers", "QuarantineRecord", "QuarantineView"]
 
@@ -69,6 +70,9 @@ class QuarantineView(Protocol):
 
     def pages_of(self, key: Any, /) -> Mapping[str, bytes]:
         """Return the pages of a transfer as `WIRE_PAGES`, by component."""
+
+    def peers_of(self, key: Any, /) -> Sequence[PeerId]:
+        """Return the ranks at the other end of a transfer, as far as they are known."""
 
 
 class OpenTransfers(Generic[AnyTransfer]):
@@ -178,11 +182,21 @@ class OpenTransfers(Generic[AnyTransfer]):
         """How long the oldest quarantine has lasted, in seconds; 0 if nothing is in quarantine."""
         return max((transfer.quarantined_s for transfer in self.by_key.values()), default=0.0)
 
-    def quarantined(self) -> list[QuarantineRecord]:
-        """List the transfers in quarantine."""
-        return [self._record_of(key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined]
+    @property
+    def num_quarantined(self) -> int:
+        """How many transfers are in quarantine."""
+        return sum(transfer.is_quarantined for transfer in self.by_key.values())
 
-    def find_quarantined(self, which: RoomId | QuarantineRecord) -> list[RoomId]:
+    def oldest(self, limit: int) -> Iterable[tuple[RoomId, AnyTransfer]]:
+        """Return the first of all transfers, in the order in which they were opened, with their keys."""
+        return islice(self.by_key.items(), limit)
+
+    def quarantined(self, limit: int | None = None) -> list[QuarantineRecord]:
+        """List the transfers in quarantine, or the first of them, in the order in which they were opened."""
+        found = ((key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined)
+        return [self._record_of(key, transfer) for key, transfer in islice(found, limit)]
+
+    def find_quarantined(self, which: RoomId | QuarantineRecord, because: str | None = None) -> list[RoomId]:
         """Return the keys of a room's transfers in quarantine, or of one record's; raise LocalProtocolError if none."""
         room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
         found = {key: it for key, it in self.by_key.items() if it.is_quarantined and it.room == room}
@@ -191,7 +205,8 @@ class OpenTransfers(Generic[AnyTransfer]):
         if not found:
             raise LocalProtocolError("room is not in quarantine", room=room)
         for transfer in found.values():
-            self._log.warning("quarantine_released", room=transfer.room, failure=transfer.failure)
+            values = {"failure": transfer.failure} | ({} if because is None else {"because": because})
+            self._log.warning("quarantine_released", room=transfer.room, **values)
         return list(found)
 
     def _record_of(self, key: RoomId, transfer: AnyTransfer) -> QuarantineRecord:

@@ -3,6 +3,7 @@
 `kvflow.system` has the real implementations. The simulation replaces these and the transport, and nothing else.
 """
 
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -10,12 +11,14 @@ from typing import Protocol, TypeVar
 from kvflow.trust import PLAIN, ClientKeys, Trust
 
 __all__ = [
+    "AdminPort",
     "Connection",
     "ControlChannel",
     "Listener",
     "OnKindRefused",
     "OnObstacle",
     "OnRefused",
+    "OpenAdmin",
     "Ports",
     "RunInThread",
     "ignore",
@@ -183,6 +186,32 @@ class RunInThread(Protocol):
         """
 
 
+class AdminPort(Protocol):
+    """A socket over which a person or a probe asks the rank, see `kvflow.admin`."""
+
+    @property
+    def path(self) -> os.PathLike[str]:
+        """Where it is."""
+
+    def close(self) -> None:
+        """Remove it."""
+
+
+class OpenAdmin(Protocol):
+    """Opens such a socket."""
+
+    def __call__(
+        self, setting: str | os.PathLike[str] | None, name: str, answer: Callable[[bytes], bytes], /
+    ) -> AdminPort:
+        """Open a socket in a directory, or in the default one, under a name that no other rank has.
+
+        Requests are answered on the event loop by calling `answer`.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+
+
 @dataclass(frozen=True)
 class Ports:
     """The external dependencies of one rank.
@@ -193,6 +222,7 @@ class Ports:
         run_in_thread: Runs a function outside the event loop.
         random_bytes: Returns the given number of unpredictable bytes.
         unix_time: Returns Unix time in seconds. Used only to check expiry times set by other hosts, never to wait.
+        open_admin: Opens the socket for `kvflow status` and its like; None if there is none.
     """
 
     control: ControlChannel
@@ -200,3 +230,4 @@ class Ports:
     run_in_thread: RunInThread
     random_bytes: Callable[[int], bytes]
     unix_time: Callable[[], float]
+    open_admin: OpenAdmin | None = None

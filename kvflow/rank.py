@@ -19,6 +19,7 @@ from kvflow.aio.pulse import Pulse
 from kvflow.aio.shield import run_shielded
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.yielding_queue import YieldingQueue
+from kvflow.answers import RankAnswers, RankFacts
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
@@ -182,9 +183,14 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             "num_ranks": self.config.num_ranks,
             "layout": self.layout.summary,
             "fingerprint": shorten(self.layout.fingerprint),
+            "admin": self._open_admin(),
         }
         self._log.info("rank_opened", **{name: value for name, value in values.items() if value})
         return self
+
+    def _open_admin(self) -> str:
+        facts = RankFacts(self._role, self._backend.name, self._backend.paths, self._listens_at(), self.now())
+        return RankAnswers(self, self._transfers, facts).open_socket(self._ports.open_admin, self._log, self._resources)
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -258,6 +264,11 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def is_drained(self) -> bool:
         """True if draining has started and every transfer has an outcome, with its pages safe or in quarantine."""
         return self._is_draining and not self._transfers.num_unsettled
+
+    @property
+    def is_draining(self) -> bool:
+        """True if draining has started."""
+        return self._is_draining
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Start draining, and wait until everything has finished.
@@ -366,7 +377,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         return self._transfers.quarantined()
 
-    def release(self, which: RoomId | QuarantineRecord) -> None:
+    def release(self, which: RoomId | QuarantineRecord, *, because: str | None = None) -> None:
         """Release quarantined pages without proof that nothing can touch them.
 
         A last resort for operators who know by other means that no peer can write to (or read) the pages any more, for
@@ -375,12 +386,13 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         Args:
             which: A room, to release all of its quarantined transfers, or one record from `quarantined()`. The
                 transfer's `memory` is SAFE afterwards.
+            because: How the operator knows that; for the log line.
 
         Raises:
             LocalProtocolError: It is not in quarantine, or this is the wrong event loop or thread.
         """
         self.check_loop()
-        for key in self._transfers.find_quarantined(which):
+        for key in self._transfers.find_quarantined(which, because):
             if self._transfers.takes_proofs:
                 self.dispatch(ev.QuarantineReleased(key))
             else:

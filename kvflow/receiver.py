@@ -15,6 +15,7 @@ from kvflow.observe.trace import TransferLine
 from kvflow.receive_checks import Wanted
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
+from kvflow.state.quarantine import NO_MEMORY
 from kvflow.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -151,13 +152,15 @@ class RoomReceiver(Transfer):
 
     @override
     def log_line(self) -> TransferLine:
+        held = NO_MEMORY if self._wanted is None else self._wanted.footprint
         return TransferLine(
             role="receive",
             room=self.room,
             outcome=self.outcome,
             prefill=str(self._opened.instance),
             num_bytes=None if self.handover is None else self.handover.num_bytes,
-            num_pages=0 if self._wanted is None else self._wanted.footprint.num_pages,
+            num_pages=held.num_pages,
+            page_bytes=held.num_bytes,
             elapsed_s=self.elapsed_s,
             failure=self.failure,
             label=self.label,

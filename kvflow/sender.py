@@ -329,6 +329,7 @@ class RoomSender(Transfer):
             prefill=None,
             num_bytes=self._footprint.num_bytes,
             num_pages=self._footprint.num_pages,
+            page_bytes=self._footprint.num_bytes,
             elapsed_s=self.elapsed_s,
             failure=self.failure,
             label=self.label,

@@ -1,9 +1,12 @@
 """Fixtures for every test."""
 
 import asyncio
+import atexit
 import gc
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,11 @@ from tests.support.distributions import add_ascend
 from tests.support.examples import QUICK, THOROUGH
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes already keep all cores busy; torch's threads would spin
+
+RUNTIME_DIRECTORY = tempfile.mkdtemp(prefix="kvflow-tests-")
+"""For the sockets of ranks, so that tests neither see nor remove those of others."""
+os.environ["XDG_RUNTIME_DIR"] = RUNTIME_DIRECTORY
+atexit.register(shutil.rmtree, RUNTIME_DIRECTORY, ignore_errors=True)
 
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK)
 settings.register_profile("thorough", derandomize=True, deadline=None, max_examples=THOROUGH)

@@ -18,6 +18,11 @@ COMMANDS = {
     "keys": "kvflow.cli.keys",
     "serve": "kvflow.cli.serve.command",
     "proxy": "kvflow.cli.proxy.command",
+    "status": "kvflow.cli.status",
+    "rooms": "kvflow.cli.rooms",
+    "quarantine": "kvflow.cli.quarantine",
+    "drain": "kvflow.cli.drain",
+    "health": "kvflow.cli.health",
     "replay": "kvflow.cli.replay",
 }
 """Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""

@@ -22,6 +22,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         timeouts: `kvflow.Timeouts` to use instead of those of the adapter.
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
+        admin: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         affinity: CPUs of kvflow's threads.
@@ -39,6 +40,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeouts: dict[str, float] = {}
     limits: dict[str, int] = {}
     staging_bytes: int | None = None
+    admin: bool | str = True
     digest_every: int = 0
     proofs: dict[str, Any] = {}
     affinity: tuple[int, ...] | None = None
@@ -57,6 +59,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "timeouts": self._make(Timeouts, "timeouts", {**timeouts, **self.timeouts}),
             "limits": self._make(Limits, "limits", {**limits, **self.limits}),
             "staging_bytes": self.staging_bytes,
+            "admin": self.admin,
             "trust": self.load_trust(),
         }
 

@@ -90,6 +90,7 @@ class TransferLine:
         num_pages: Pages of this rank's pools that they were moved from or into.
         elapsed_s: Seconds since the engine opened it.
         label: The engine's own ID for the request.
+        page_bytes: Size of these pages; not logged.
     """
 
     role: Literal["send", "receive"]
@@ -101,6 +102,7 @@ class TransferLine:
     elapsed_s: float
     failure: Failure | None = None
     label: str | None = None
+    page_bytes: int = 0
 
 
 NAMES_OF_LINES: Final = {

@@ -30,7 +30,7 @@ RANKS: Final = "kvflow.blocking.ranks"
 """Where arguments of a constructor are documented by the base class."""
 
 DRAIN: Final = ("is_drained", "drain")
-RANK: Final = ("metrics", "reload_trust", "start_drain", *DRAIN, "quarantined", "release")
+RANK: Final = ("metrics", "reload_trust", "start_drain", "is_draining", *DRAIN, "quarantined", "release")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -240,7 +240,7 @@ def _default(item: "dataclasses.Field[Any]") -> str:
         return "see below"
     if isinstance(item.default, float) and item.name.endswith("_s"):
         return f"{item.default:g} s"
-    if isinstance(item.default, int):
+    if isinstance(item.default, int) and not isinstance(item.default, bool):
         return _size(item.default) if "bytes" in item.name else f"{item.default:,}"
     return f"`{item.default!r}`"
 

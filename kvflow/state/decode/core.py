@@ -103,6 +103,11 @@ class DecodeCore:
         room = self.rooms.rooms.get(key)
         return {} if room is None else dict(room.opened.pages)
 
+    def peers_of(self, key: int) -> tuple[PeerId, ...]:
+        """Return the prefill ranks that were told of a room."""
+        room = self.rooms.rooms.get(key)
+        return () if room is None else room.told
+
     def peers_reachable(self) -> list[PeerId]:
         """Return the prefill ranks that messages can be sent to, including those in the handshake."""
         return self.peers.all_open

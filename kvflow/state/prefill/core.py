@@ -89,6 +89,12 @@ class PrefillCore:
         known = self.rooms.rooms.get(key)
         return {} if known is None else known.pages()
 
+    def peers_of(self, key: RoomId) -> list[PeerId]:
+        """Return the decode ranks that have asked for a room, or announced it."""
+        known = self.rooms.rooms.get(key)
+        granted = [] if known is None else [one.id.peer for one in known.deliveries.values()]
+        return granted if known is None else list(dict.fromkeys([*granted, *known.announced]))
+
     def counts(self) -> CoreCounts:
         """Count what is open, waits, or is in quarantine."""
         waiting, slots = self.requests.waiting, self.local_slots
