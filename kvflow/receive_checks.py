@@ -140,6 +140,8 @@ class ReceiveChecks:
             ticket.check_room(None if room is None else check_room(room))
             self._admit(ticket)
             return ticket.room, ev.InstanceAddress(ticket.address, ticket.issuer.rank.instance), ticket
+        if isinstance(prefill, (str, bytes)) and prefill[:1] in ("{", b"{"):  # a router that passed on its text
+            raise TicketError("ticket is JSON text: pass `json.loads(ticket)`", ticket=str(prefill[:40]))
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
         room = check_room(room)

@@ -226,6 +226,16 @@ async def test_tickets_that_cannot_be_meant_are_refused_at_once() -> None:
         assert decode.statistics().rooms == 0
 
 
+@pytest.mark.parametrize("room", [None, 7])
+async def test_a_ticket_that_is_still_text_is_no_name(room: int | None) -> None:
+    issuer = PeerId(RankId("prefill", 0), 1)
+    text = json.dumps(Ticket(7, "tcp://127.0.0.1:1", issuer, make_pool().layout.fingerprint).as_dict())
+    async with decode_rank("tcp://127.0.0.1:1") as decode:
+        for ticket in (text, text.encode()):
+            with pytest.raises(TicketError, match="JSON text"):
+                decode.receive(room, prefill=ticket, tokens=TOKENS, pages=PAGES)  # type: ignore[arg-type]
+
+
 async def test_tickets_need_an_open_rank() -> None:
     rank = kvflow.PrefillRank(prefill_config(None), make_pool().layout)
     with pytest.raises(LocalProtocolError, match="not open"):
