@@ -272,6 +272,16 @@ SERIES: Final[tuple[Series, ...]] = (
         lambda found: {state.value: count for state, count in found.peers_by_state.items()},
     ),
     Series(
+        "kvflow_transport_path",
+        "gauge",
+        PREFILL,
+        "peers",
+        "path",
+        "Peers to which the transport writes over each path, like `TCP`. It is told from what the kernel has sent, and "
+        "known once there were [large writes](log-events.md#the-path-of-writes).",
+        lambda found: found.paths,
+    ),
+    Series(
         "kvflow_quarantined_transfers",
         "gauge",
         BOTH,

@@ -350,6 +350,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             transfers=self._transfers.totals.copied(),
             loop_lag=self._loop_lag.copied(),
             oldest_quarantine_s=self._transfers.oldest_quarantine_s,
+            paths=self._backend.observed_paths,
         )
         return RankStatistics.from_counts(self._core.counts(), self._post_counts(), self._anomalies, observed)
 

@@ -1,5 +1,6 @@
 """Counters of a rank."""
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple, Self
 
 from kvflow.observe.histograms import Histogram
@@ -32,6 +33,7 @@ class Observed(NamedTuple):
     transfers: TransferTotals
     loop_lag: Histogram
     oldest_quarantine_s: float
+    paths: Mapping[str, int]
 
 
 class StagingStatistics(NamedTuple):
@@ -84,6 +86,8 @@ class RankStatistics(NamedTuple):
         writes: Sizes and rates of writes (prefill).
         loop_lag: How late the rank's timers ran, in seconds. Large values mean that the event loop is starved by a
             callback, by a thread that holds the GIL, or by another process on its CPU.
+        paths: How many peers are written to over each path of the transport, as far as that is known (prefill; see
+            docs/log-events.md).
         staging: Packing counters.
     """
 
@@ -105,6 +109,7 @@ class RankStatistics(NamedTuple):
     transfers: TransferTotals
     writes: WriteTotals
     loop_lag: Histogram
+    paths: Mapping[str, int]
     staging: StagingStatistics
 
     @classmethod

@@ -8,7 +8,7 @@ block it, and raise only `BackendError`s.
 """
 
 import abc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -173,6 +173,11 @@ class Backend(abc.ABC):
     def paths(self) -> str:
         """The paths that writes may take to peers, for the log; empty if there is nothing to choose."""
         return ""
+
+    @property
+    def observed_paths(self) -> Mapping[str, int]:
+        """How many peers are written to over each path, as far as that is known; the default knows nothing."""
+        return {}
 
     def is_shared_with(self, agent_name: str) -> bool:
         """Return whether the rank that passed this name to `open` shares this endpoint, and thus its memory."""

@@ -4,25 +4,30 @@ A library chooses the path and does not say which. But if the TCP connections to
 writes, these went over TCP; if not, over another path that the library may use.
 """
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from kvflow.backends.library_sockets import Carried
 from kvflow.observe.logs import BoundLogger
 
-__all__ = ["ObservedPath"]
+__all__ = ["ObservedPath", "count_paths"]
 
 MIN_BYTES: Final = 16_384
 """Mean length of writes from which the path is told: the headers and notices of shorter ones may outweigh them."""
 
 
 class ObservedPath:
-    """The path of the writes over one connection to a peer. Used on one thread."""
+    """The path of the writes over one connection to a peer. Used on one thread.
 
-    __slots__ = ("_carried", "_num_bytes", "_num_writes", "_path")
+    Attributes:
+        name: The path that was told last; empty until one is known.
+    """
+
+    __slots__ = ("_carried", "_num_bytes", "_num_writes", "name")
 
     def __init__(self) -> None:
-        self._path = ""
+        self.name = ""
         self._num_bytes = 0
         self._num_writes = 0
         self._carried = 0
@@ -48,8 +53,8 @@ class ObservedPath:
         over_tcp = max(self._carried - before, 0)
         is_tcp = 2 * over_tcp >= self._num_bytes
         path = "TCP" if is_tcp else other_paths
-        if path != self._path and (is_tcp or not may_be_more):
-            self._path = path
+        if path != self.name and (is_tcp or not may_be_more):
+            self.name = path
             log.info(
                 "transport_path",
                 peer=peer,
@@ -59,3 +64,8 @@ class ObservedPath:
                 addresses=sorted(one.address for one in carried),
             )
         self._num_bytes = self._num_writes = 0
+
+
+def count_paths(paths: Iterable[ObservedPath]) -> dict[str, int]:
+    """Count connections by path, those whose path is known. May be called from any thread."""
+    return dict(Counter(path.name for path in paths if path.name))

@@ -230,6 +230,11 @@ class RankEndpoint(Backend):
     def paths(self) -> str:
         return self._shared.inner.paths
 
+    @property
+    @override
+    def observed_paths(self) -> Mapping[str, int]:
+        return self._shared.inner.observed_paths
+
     @override
     def is_shared_with(self, agent_name: str) -> bool:
         return agent_name in self._shared.members.values()

@@ -65,6 +65,7 @@ async def test_the_path_that_a_transport_takes_is_told_once(
             await write()
             await anyio.sleep(0.05)
         await write()
+        assert source.backend.observed_paths == {path: 1}
     (line,) = lines
     assert (line["peer"], line["path"]) == (target.name, path)
     assert line["addresses"]

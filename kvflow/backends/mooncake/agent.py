@@ -12,6 +12,7 @@ from kvflow.backends.mooncake.address import EndpointAddress, IncarnationCell
 from kvflow.backends.mooncake.engine import WritingEngine
 from kvflow.backends.mooncake.library import Protocol
 from kvflow.backends.mooncake.window import PeerConnection, PostInFlight
+from kvflow.backends.observed_path import count_paths
 from kvflow.errors import BackendError
 from kvflow.gate.rates import Budget, Budgets
 from kvflow.geometry.memory import MemoryRange
@@ -128,6 +129,11 @@ class Agent:
             if connection.path.can_be_told and sockets.carried is not None:
                 carried = sockets.carried_to(connection.host)
                 connection.path.tell(self._log, peer, carried, self._other_paths, may_be_more=sockets.is_sending)
+
+    @property
+    def observed_paths(self) -> dict[str, int]:
+        """How many peers are written to over each path. May be read from any thread."""
+        return count_paths([connection.path for connection in list(self._connections.values())])
 
     def borrow_sender(self, principal: str, worn_out: WritingEngine | None = None) -> WritingEngine:
         """Return the engine to connect a peer of a principal through, not a worn-out one; call `give_back` afterwards.

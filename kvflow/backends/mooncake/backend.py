@@ -165,6 +165,11 @@ class MooncakeBackend(LastBytesBackend[Agent, _MooncakePeer]):
             return "TCP"
         return f"RDMA over {', '.join(self._settings.devices) or 'any device'}"
 
+    @property
+    @override
+    def observed_paths(self) -> Mapping[str, int]:
+        return {} if self._agent is None else self._agent.observed_paths
+
     @override
     def advertise(self, host: str) -> None:
         if not self._is_host_given:

@@ -73,6 +73,11 @@ class NixlAgent:
         """Removed peers that still have open connections. Can be read from any thread."""
         return self._endpoints.unclosed
 
+    @property
+    def observed_paths(self) -> dict[str, int]:
+        """How many peers are written to over each path. May be read from any thread."""
+        return self._endpoints.observed_paths
+
     def register(self, memory: RegisteredMemory) -> bytes:
         """Register memory, and return the metadata of the agent; raise RegistrationError if NIXL rejects the memory."""
         blob = self._agents.register(memory)

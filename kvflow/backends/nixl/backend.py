@@ -204,6 +204,11 @@ class NixlBackend(LastBytesBackend[NixlAgent, _NixlPeer]):
     def paths(self) -> str:
         return describe_paths(self._plugin)
 
+    @property
+    @override
+    def observed_paths(self) -> Mapping[str, int]:
+        return {} if self._agent is None else self._agent.observed_paths
+
     @override
     def _can_be_seen(self) -> bool:
         return can_be_seen(self._plugin, self._plugin_options)

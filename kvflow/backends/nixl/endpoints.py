@@ -25,6 +25,7 @@ from kvflow.backends.nixl.native import NativeAgents
 from kvflow.backends.nixl.outgoing import ANSWER_S, InUse, OutgoingSockets, StaleConnections
 from kvflow.backends.nixl.posts import NativeEndpoint
 from kvflow.backends.nixl.writes import NativeWrites
+from kvflow.backends.observed_path import count_paths
 from kvflow.errors import BackendError
 from kvflow.observe.logs import get_logger
 from kvflow.resources import error_text
@@ -226,6 +227,11 @@ class NativeEndpoints:
         sockets = self._agents.outgoing(connection.agent)
         is_written = connection.is_written
         self._left_open.add(connection.peer, sockets, connection.opened, shut_from=shut_from, is_written=is_written)
+
+    @property
+    def observed_paths(self) -> dict[str, int]:
+        """How many peers are written to over each path. May be read from any thread."""
+        return count_paths([connection.path for connection in list(self._connections.values())])
 
     def _close_silent(self) -> None:
         now = time.monotonic()
