@@ -139,7 +139,7 @@ class RankAnswers:
             return msg.Health(transfer="degraded", reason=refusal, live=True, ready=False)
         found = self._transfers.quarantined(1)
         if found:
-            reason = f"{self._transfers.num_quarantined} transfers are in quarantine; the oldest is {found[0]}"
+            reason = f"transfers in quarantine: {self._transfers.num_quarantined}; the oldest is {found[0]}"
             return msg.Health(transfer="degraded", reason=shorten(reason), live=True, ready=True)
         return msg.Health(transfer="ok", reason="", live=True, ready=True)
 

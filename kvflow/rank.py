@@ -145,7 +145,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             anomalies=self._anomalies,
         )
         self._arrived = YieldingQueue[BackendEvent](self._dispatcher.fail, EVENTS_AT_ONCE)
-        self._is_draining = False
         self._resources = ExitStack()
 
     # Life cycle -----------------------------------------------------------------------------------------------------
@@ -264,11 +263,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     def is_drained(self) -> bool:
         """True if draining has started and every transfer has an outcome, with its pages safe or in quarantine."""
         return self._is_draining and not self._transfers.num_unsettled
-
-    @property
-    def is_draining(self) -> bool:
-        """True if draining has started."""
-        return self._is_draining
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Start draining, and wait until everything has finished.

@@ -26,6 +26,7 @@ class Standing:
         self.me = me
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_open = False
+        self._is_draining = False
         self._error: Exception | None = None
 
     def check_loop(self) -> None:
@@ -64,6 +65,11 @@ class Standing:
         """Check the loop, and that the rank is open; raises as `check_loop` and `check_usable`."""
         self.check_loop()
         self.check_usable()
+
+    @property
+    def is_draining(self) -> bool:
+        """True if draining has started."""
+        return self._is_draining
 
     @property
     def is_usable(self) -> bool:

@@ -47,7 +47,7 @@ def _drain(arguments: argparse.Namespace) -> int:
         time.sleep(POLL_S)  # asking again changes nothing
     for name, answer in answers:
         if not isinstance(answer, str):
-            left = "has finished" if answer.is_drained else f"is draining: {answer.num_unsettled} transfers are open"
+            left = "has finished" if answer.is_drained else f"is draining; open transfers: {answer.num_unsettled}"
             print(f"{name} {left}")
     problems = [(name, answer) for name, answer in answers if isinstance(answer, str)]
     print_problems(problems)

@@ -78,7 +78,7 @@ async def test_a_stuck_quarantine_is_found_explained_and_released(tmp_path: Path
         assert head.split()[:4] == ["RANK", "ROLE", "PID", "UP"]
         assert first.split()[:3] == ["decode/0", "decode", str(decode.pid)]
         assert second.split()[:4] == ["process", str(prefill.pid), "-", str(prefill.pid)]
-        assert "decode/0 is degraded: 1 transfers are in quarantine" in out
+        assert "decode/0 is degraded: transfers in quarantine: 1; the oldest is room 1" in out
         assert f"process {prefill.pid}: it does not answer within 0.5 s" in err
 
         code, out, _ = await run(capsys, "rooms", "--instance", "decode", *here)
@@ -137,7 +137,7 @@ async def test_ranks_are_found_selected_and_drained(tmp_path: Path, capsys: Capt
             assert "x" * 57 + "..." in out
             code, out, _ = await run(capsys, "drain --instance prefill --wait 0.01", *here)
             assert code == 1
-            assert out.splitlines() == ["prefill/0 is draining: 1 transfers are open", "prefill/1 has finished"]
+            assert out.splitlines() == ["prefill/0 is draining; open transfers: 1", "prefill/1 has finished"]
             sender.abort()
         assert (await run(capsys, "drain --instance prefill --wait 30", *here))[0] == 0
         assert [rank.is_drained for rank in deployment.prefill] == [True, True]
