@@ -176,10 +176,10 @@ class ControlChannel(Protocol):
 class RunInThread(Protocol):
     """Runs a function outside the event loop."""
 
-    def __call__(self, function: Callable[[], Result], /) -> Awaitable[Result]:
+    def __call__(self, function: Callable[[], Result], /, *, abandon_on_cancel: bool = False) -> Awaitable[Result]:
         """Run it in a worker thread and wait for its result.
 
-        Cancelling does not stop the function; the call still waits until the function has returned.
+        Cancelling does not stop the function. The call still waits until it has returned, unless `abandon_on_cancel`.
 
         Raises:
             ThreadShortage: No thread could be started; the function was not called.

@@ -24,8 +24,8 @@ def system_ports() -> Ports:
     """Return the ports of a real rank. Several ranks on one event loop may share them."""
     limiter = anyio.CapacityLimiter(MAX_THREADS)  # not the one of the engine's own use of anyio
 
-    async def run(function: Callable[[], Result], /) -> Result:
-        return await run_in_thread(function, limiter=limiter)
+    async def run(function: Callable[[], Result], /, *, abandon_on_cancel: bool = False) -> Result:
+        return await run_in_thread(function, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
 
     return Ports(
         control=ZmqControl(),

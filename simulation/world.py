@@ -118,8 +118,8 @@ class World:
         """Return the ports that connect a rank in a process to this world."""
         rng = random.Random(self.rng.getrandbits(64))  # noqa: S311 - as above
 
-        def run_in_thread(function: Callable[[], Result]) -> Awaitable[Result]:
-            return self._run_in_thread(process, function)
+        def run_in_thread(function: Callable[[], Result], /, *, abandon_on_cancel: bool = False) -> Awaitable[Result]:
+            return self._run_in_thread(process, function, is_awaited=not abandon_on_cancel)
 
         return Ports(
             control=SimulatedChannel(self.network, process),
@@ -191,7 +191,7 @@ class World:
         self.network.process_ended(process)
         self.plane.process_ended(process)
 
-    async def _run_in_thread(self, process: Process, function: Callable[[], Result]) -> Result:
+    async def _run_in_thread(self, process: Process, function: Callable[[], Result], *, is_awaited: bool) -> Result:
         if self.faults.no_thread and self.rng.random() < self.faults.no_thread:
             self.count("no thread")
             raise ThreadShortage("cannot start a thread")
@@ -200,6 +200,6 @@ class World:
             self.count("slow thread")
             delay_s += SLOW_THREAD_S * self.rng.random()
         running = process.run_in_thread(function, delay_s)
-        with anyio.CancelScope(shield=True) as scope:
+        with anyio.CancelScope(shield=is_awaited) as scope:
             return await running
         raise RuntimeError("a shielded wait was cancelled", scope)

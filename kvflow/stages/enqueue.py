@@ -114,7 +114,8 @@ class DeviceWaits:
         failure: Failure | None = None
         async with self._threads:
             try:
-                await self._context.ports.run_in_thread(partial(_synchronize, effect.ready))
+                wait = partial(_synchronize, effect.ready)
+                await self._context.ports.run_in_thread(wait, abandon_on_cancel=True)  # it may never fire
             except Exception as error:  # noqa: BLE001 - raised by the engine's object; fail only this transfer
                 failure = self._context.failure(FailureReason.NOT_READY, Stage.ENQUEUE, describe(error))
         self._context.dispatch(DataReady(effect.delivery, effect.wait, failure))

@@ -364,6 +364,35 @@ async def test_an_event_that_never_fires_ends_both_sides_and_nothing_of_its_laye
         assert all((target.buffers[layer] == UNTOUCHED).all() for layer in (2, 3))
 
 
+async def test_ranks_close_while_an_event_does_not_fire() -> None:
+    may_run, waits = threading.Event(), threading.Event()
+
+    class Never(Device):
+        def synchronize(self) -> None:
+            waits.set()
+            may_run.wait()
+
+    try:
+        async with anyio.create_task_group() as tasks, instances() as ranks:
+            pool = ranks.sources[0]
+            never = Never(pool, (0, NUM_LAYERS), (0, NUM_TOKENS))
+
+            async def send() -> None:
+                async with ranks.prefill[0].send(1) as sender:
+                    await sender.finish((0, NUM_TOKENS), table((0, NUM_TOKENS)), ready=never)
+
+            async def receive() -> None:
+                async with ranks.receiver() as receiver:
+                    await receiver.done()
+
+            tasks.start_soon(catch, send)
+            tasks.start_soon(catch, receive)
+            await until(waits.is_set)
+        assert not may_run.is_set()
+    finally:
+        may_run.set()  # or the thread would keep the process from ending
+
+
 def test_layers_and_an_event_for_all_of_them_are_refused() -> None:
     pool = make_pool()
     with pytest.raises(PlanError, match="are mutually exclusive"):

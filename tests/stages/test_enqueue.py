@@ -125,7 +125,7 @@ async def test_a_device_that_fails_fails_its_piece_only() -> None:
 async def test_without_a_thread_a_device_is_not_waited_for_on_the_event_loop() -> None:
     """The device might depend on work that the event loop has yet to do."""
 
-    async def no_thread(_: Callable[[], object]) -> None:
+    async def no_thread(_: Callable[[], object], **_options: bool) -> None:
         raise ThreadShortage("cannot start a thread")
 
     async with running(run_in_thread=no_thread) as bench:
