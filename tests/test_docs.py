@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -32,6 +33,7 @@ SOURCES = sorted((ROOT / "kvflow").rglob("*.py"))
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]+)[^)]*\)")
 ANCHOR = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]*)#([^)]+)\)")
 NAMED = re.compile(r"\[`((?!\w+\.py`)[A-Za-z_][\w.]*)`\]\(([^)#]+\.py)\)")
+DOTTED = re.compile(r"(?<![\w./-])kvflow(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -54,6 +56,28 @@ def broken_links(page: Path) -> list[str]:
     return lost + [
         f"{path.name}#{anchor}" for path, anchor in anchors if path.exists() and anchor not in headings_of(path)
     ]
+
+
+def test_dotted_names_exist() -> None:
+    """Also those in the code of a page. Decisions and the changelog may speak of what is gone."""
+    pages = [page for page in DOCUMENTS if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
+    named = {(page.name, name) for page in pages for name in DOTTED.findall(page.read_text())}
+    assert len(named) > 50
+    assert not sorted((page, name) for page, name in named if not exists(name))
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name is that of a module, or of something in one."""
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file() or _resolves(name)
+
+
+def _resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except AttributeError:
+        return False
+    return True
 
 
 @functools.cache
