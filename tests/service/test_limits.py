@@ -30,8 +30,9 @@ pytestmark = pytest.mark.anyio
 Bytes = NDArray[np.uint8]
 Pages = NDArray[np.int64]
 
-UNHURRIED = replace(PATIENT, transfer_s=600.0, grant_s=600.0)
-"""For rooms that wait for hundreds of others."""
+UNHURRIED = replace(PATIENT, handshake_s=120.0, transfer_s=600.0, grant_s=600.0)
+"""For rooms that wait for hundreds of others. To open them keeps the event loop busy for many seconds, first contact
+included."""
 
 STEP = 7_919
 """Between the pages of neighbouring tokens; a prime that divides no size of a pool."""
