@@ -40,6 +40,8 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 _module: Final[Any] = types.ModuleType("torch.privateuseone")
 _module.is_available = lambda: False  # for all who ask torch which devices there are
+_module._is_in_bad_fork = lambda: False  # and for those who seed all of them
+_module.manual_seed_all = lambda seed: None
 torch._register_device_module("privateuseone", _module)  # type: ignore[no-untyped-call]
 
 _alive: Final[list[object]] = []
