@@ -57,7 +57,7 @@ def test_network_cards(record_property: Record) -> None:
 def test_libraries(record_property: Record) -> None:
     found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     nixl = [f"{name} {version}" for name, version in found.items() if re.fullmatch(r"nixl[-_]cu\d+", name or "")]
-    record_property("torch", torch.__version__)
+    record_property("torch", str(torch.__version__))
     record_property("NIXL", ", ".join(nixl) or "none")
     record_property("Mooncake", ", ".join(f"{name} {found[name]}" for name in installed_builds()) or "none")
 
