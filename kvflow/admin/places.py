@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -91,10 +92,10 @@ def _is_socket(entry: "os.DirEntry[str]") -> bool:
     return is_trusted and stat.S_ISSOCK(found.st_mode)
 
 
-def remove_stale_sockets(directory: Path) -> None:
-    """Remove the sockets in a directory on which nobody listens any more."""
+def remove_stale_sockets(directory: Path, living: Container[Path] = ()) -> None:
+    """Remove the sockets in a directory on which nobody listens any more, without asking those known to be `living`."""
     for path in list_sockets(directory):
-        if _is_stale(path):
+        if path not in living and _is_stale(path):
             with suppress(OSError):  # somebody else has removed it, or it belongs to another user
                 path.unlink()
 

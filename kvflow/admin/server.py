@@ -49,8 +49,8 @@ class AdminSocket:
 
     def __init__(self, setting: str | os.PathLike[str] | None, name: str, answer: Callable[[bytes], bytes]) -> None:
         directory = choose_directory(setting)
-        remove_stale_sockets(directory)
-        self.path = directory / f"{os.getpid()}-{name}{ENDING}"
+        self.path: Path = directory / f"{os.getpid()}-{name}{ENDING}"
+        remove_stale_sockets(directory, {admin.path for admin in _open})  # to accept would take descriptors here
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._clients: set[_Client] = set()

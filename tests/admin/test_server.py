@@ -220,6 +220,15 @@ async def test_sockets_of_dead_processes_are_removed_and_no_others(tmp_path: Pat
             assert names_in(tmp_path) == {first.path.name, "file.sock", ".1-unready.sock"}
 
 
+async def test_sockets_of_the_same_process_are_not_asked(tmp_path: Path) -> None:
+    """To accept takes a descriptor, which a first contact may need."""
+    async with opened(tmp_path) as first:
+        second = AdminSocket(tmp_path, "second", echo)
+        with pytest.raises(BlockingIOError):
+            first._listener.accept()
+        second.close()
+
+
 async def test_a_forked_child_holds_no_copy_of_the_socket_and_does_not_remove_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as admin:
         assert in_child(lambda: close_in_child(admin)) == "-1"
