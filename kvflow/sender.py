@@ -183,14 +183,16 @@ class RoomSender(Transfer):
     async def _turn(self) -> AsyncIterator[None]:
         """Wait for capacity, or until the transfer has failed or is being quiesced; then the next call has its turn."""
         call, turn = self._rank.next_call(), Flag()
-        self._rank.request(ev.ChunkWaits(self.room, call))
-        self._waiting[call] = turn
+        self._waiting[call] = turn  # first: it may be admitted at once
         try:
-            await turn.wait()
-            yield
+            self._rank.request(ev.ChunkWaits(self.room, call))
+            try:
+                await turn.wait()
+                yield
+            finally:
+                self._rank.dispatch(ev.WaitEnded(call))
         finally:
             del self._waiting[call]
-            self._rank.dispatch(ev.WaitEnded(call))
 
     def admit_call(self, call: int) -> None:
         """Let a call go on that waits for capacity, unless it is gone."""

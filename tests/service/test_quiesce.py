@@ -11,6 +11,7 @@ import kvflow
 from kvflow import blocking
 from kvflow.bounds import Bounds
 from kvflow.errors import FailureReason, LocalProtocolError, TransferFailed
+from kvflow.state import events as ev
 from tests.support.failures import catch
 from tests.support.instances import (
     BACKENDS,
@@ -193,6 +194,28 @@ async def test_a_chunk_that_waits_for_capacity_is_forgotten() -> None:
             assert await sender.quiesce() == 4
             await go_on(sender, pool, 4)
             await receiver.done()
+        check_arrived(ranks.targets[0])
+
+
+async def test_a_chunk_that_is_admitted_while_it_asks_for_its_turn_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deploy() as ranks, receiving(ranks) as receiver:
+        pool, rank = ranks.sources[0], ranks.prefill[0]
+        compute(pool, FIRST)
+        async with rank.send(1) as sender:
+            await sender.granted()
+            request = rank.request
+
+            def admit_at_once(event: ev.PrefillEvent) -> None:
+                request(event)
+                if isinstance(event, ev.ChunkWaits):
+                    sender.admit_call(event.call)
+
+            monkeypatch.setattr(rank.line, "is_open", lambda _: False)
+            monkeypatch.setattr(rank, "request", admit_at_once)
+            with anyio.fail_after(30):
+                await go_on(sender, pool, 0)
+            await receiver.done()
+        assert not rank.line
         check_arrived(ranks.targets[0])
 
 
