@@ -4,24 +4,27 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvflow.cli.options import check_positive
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvflow.admin.client import RankReply
-    from kvflow.admin.messages import StatusAnswer
+    from kvflow.admin.messages import AnswerBase, Request, StatusAnswer
 
 __all__ = [
     "AskedRank",
     "add_rank_options",
+    "ask_ranks",
     "find_ranks",
     "print_problems",
     "print_table",
     "show_bytes",
     "show_duration",
 ]
+
+AnyAnswer = TypeVar("AnyAnswer", bound="AnswerBase")
 
 MAX_CELL: Final = 60
 NAMES_OF_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -77,6 +80,16 @@ def find_ranks(arguments: argparse.Namespace) -> list[AskedRank]:
             **{name: value for name in ("instance", "rank", "pid", "socket") if (value := getattr(arguments, name))},
         )
     return sorted(found, key=lambda one: one.name)
+
+
+def ask_ranks(
+    found: Sequence[AskedRank], request: "Request", kind: type[AnyAnswer], timeout_s: float
+) -> list[tuple[AskedRank, bytes, AnyAnswer | str]]:
+    """Ask ranks the same; return each with its answer as a line, and as `kind` or, if it is none, why there is none."""
+    from kvflow.admin.client import ask_all  # noqa: PLC0415 - as above
+
+    replies = ask_all([one.path for one in found], request, timeout_s)
+    return [(one, reply.line, reply.parse(kind)) for one, reply in zip(found, replies, strict=True)]
 
 
 def _is_selected(one: AskedRank, arguments: argparse.Namespace) -> bool:

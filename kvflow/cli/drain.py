@@ -4,7 +4,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from kvflow.cli.asking import add_rank_options, find_ranks, print_problems
+from kvflow.cli.asking import add_rank_options, ask_ranks, find_ranks, print_problems
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "prepare"]
@@ -30,8 +30,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from kvflow.admin.client import ask_all  # noqa: PLC0415 - `kvflow --help` loads little
-    from kvflow.admin.messages import DrainAnswer, DrainRequest  # noqa: PLC0415 - as above
+    from kvflow.admin.messages import DrainAnswer, DrainRequest  # noqa: PLC0415 - `kvflow --help` loads little
 
     chosen = (arguments.instance, arguments.rank, arguments.pid, arguments.socket)
     if not arguments.all and all(which is None for which in chosen):
@@ -39,8 +38,8 @@ def _drain(arguments: argparse.Namespace) -> int:
     found = find_ranks(arguments)
     ends_at = time.monotonic() + arguments.wait
     while True:
-        replies = ask_all([one.path for one in found], DrainRequest(), arguments.timeout)
-        answers = [(one.name, reply.parse(DrainAnswer)) for one, reply in zip(found, replies, strict=True)]
+        asked = ask_ranks(found, DrainRequest(), DrainAnswer, arguments.timeout)
+        answers = [(one.name, answer) for one, _, answer in asked]
         is_over = all(isinstance(answer, str) or answer.is_drained for _, answer in answers)
         if is_over or time.monotonic() >= ends_at:
             break

@@ -2,11 +2,12 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflow.cli.asking import (
     AskedRank,
     add_rank_options,
+    ask_ranks,
     find_ranks,
     print_problems,
     print_table,
@@ -15,6 +16,9 @@ from kvflow.cli.asking import (
 )
 from kvflow.cli.options import HelpFormatter
 from kvflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvflow.admin.messages import QuarantineAnswer
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -48,12 +52,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from kvflow.admin.messages import MAX_ROWS  # noqa: PLC0415 - `kvflow --help` loads little
-
     rows: list[tuple[object, ...]] = []
     missing: list[str] = []
     problems: list[tuple[str, str]] = []
-    for one, line, answer in _ask_for_quarantine(find_ranks(arguments), arguments.timeout, MAX_ROWS):
+    for one, line, answer in _ask_for_quarantine(find_ranks(arguments), arguments.timeout):
         if isinstance(answer, str):
             problems.append((one.name, answer))
             continue
@@ -75,21 +77,20 @@ def _list(arguments: argparse.Namespace) -> int:
     return EXIT_REFUSED if problems else 0
 
 
-def _ask_for_quarantine(found: list[AskedRank], timeout_s: float, limit: int) -> list[tuple[AskedRank, bytes, Any]]:
-    from kvflow.admin.client import ask_all  # noqa: PLC0415 - as above
-    from kvflow.admin.messages import QuarantineAnswer, QuarantineRequest  # noqa: PLC0415 - as above
+def _ask_for_quarantine(
+    found: list[AskedRank], timeout_s: float
+) -> "list[tuple[AskedRank, bytes, QuarantineAnswer | str]]":
+    from kvflow.admin.messages import MAX_ROWS, QuarantineAnswer, QuarantineRequest  # noqa: PLC0415 - `--help` loads little
 
-    replies = ask_all([one.path for one in found], QuarantineRequest(limit=limit), timeout_s)
-    return [(one, reply.line, reply.parse(QuarantineAnswer)) for one, reply in zip(found, replies, strict=True)]
+    return ask_ranks(found, QuarantineRequest(limit=MAX_ROWS), QuarantineAnswer, timeout_s)
 
 
 def _release(arguments: argparse.Namespace) -> int:
-    from kvflow.admin.client import ask  # noqa: PLC0415 - as above
-    from kvflow.admin.messages import MAX_ROWS, ReleaseAnswer, ReleaseRequest  # noqa: PLC0415 - as above
+    from kvflow.admin.messages import ReleaseAnswer, ReleaseRequest  # noqa: PLC0415 - `kvflow --help` loads little
 
     found = find_ranks(arguments)
     if len(found) > 1:
-        answers = _ask_for_quarantine(found, arguments.timeout, MAX_ROWS)
+        answers = _ask_for_quarantine(found, arguments.timeout)
         ids = [
             (one, {row.id for row in answer.quarantine}) for one, _, answer in answers if not isinstance(answer, str)
         ]
@@ -97,9 +98,8 @@ def _release(arguments: argparse.Namespace) -> int:
     if len(found) != 1:
         detail = "several ranks have it: choose with --instance, --rank or --pid" if found else "no rank has it"
         raise ConfigError("transfer in quarantine cannot be chosen", id=arguments.id, detail=detail)
-    (one,) = found
-    reply = ask(one.path, ReleaseRequest(id=arguments.id, because=arguments.because), arguments.timeout)
-    answer = reply.parse(ReleaseAnswer)
+    request = ReleaseRequest(id=arguments.id, because=arguments.because)
+    ((one, _, answer),) = ask_ranks(found, request, ReleaseAnswer, arguments.timeout)
     if isinstance(answer, str):
         print_problems([(one.name, answer)])
         return EXIT_REFUSED

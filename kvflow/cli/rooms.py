@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from kvflow.cli.asking import (
     add_rank_options,
+    ask_ranks,
     find_ranks,
     print_problems,
     print_table,
@@ -31,28 +32,26 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from kvflow.admin.client import ask_all  # noqa: PLC0415 - `kvflow --help` loads little
-    from kvflow.admin.messages import RoomsAnswer, RoomsRequest  # noqa: PLC0415 - as above
+    from kvflow.admin.messages import RoomsAnswer, RoomsRequest  # noqa: PLC0415 - `kvflow --help` loads little
 
     check_positive(arguments, "limit")
-    found = find_ranks(arguments)
-    replies = ask_all([one.path for one in found], RoomsRequest(limit=arguments.limit), arguments.timeout)
-    answers = [(one.name, reply, reply.parse(RoomsAnswer)) for one, reply in zip(found, replies, strict=True)]
+    request = RoomsRequest(limit=arguments.limit)
+    answers = ask_ranks(find_ranks(arguments), request, RoomsAnswer, arguments.timeout)
     rows: list[tuple[object, ...]] = []
-    for name, reply, answer in answers:
+    for one, line, answer in answers:
         if isinstance(answer, str):
             continue
         if arguments.json:
-            print(reply.line.decode())
+            print(line.decode())
         for row in answer.rooms:
             peers = ", ".join(row.peers[:2]) + (f" and {row.num_peers - 2} more" if row.num_peers > 2 else "")
             age, size = show_duration(row.age_s), show_bytes(row.num_bytes)
-            rows.append((name, row.room, row.label, age, row.outcome, row.memory, row.num_pages, size, peers))
+            rows.append((one.name, row.room, row.label, age, row.outcome, row.memory, row.num_pages, size, peers))
     if not arguments.json:
         print_table(HEAD, rows)
-        for name, _, answer in answers:
+        for one, _, answer in answers:
             if not isinstance(answer, str) and answer.total > len(answer.rooms):
-                print(f"{name} has {answer.total - len(answer.rooms)} more")
-    problems = [(name, answer) for name, _, answer in answers if isinstance(answer, str)]
+                print(f"{one.name} has {answer.total - len(answer.rooms)} more")
+    problems = [(one.name, answer) for one, _, answer in answers if isinstance(answer, str)]
     print_problems(problems)
     return 1 if problems else 0
