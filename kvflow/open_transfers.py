@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import numpy as np
@@ -20,12 +20,10 @@ from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.tables import Memory, Outcome
-from kvflow.transfer import Transfer, check_room
+from kvflow.transfer import AT_REST, Transfer, check_room
 from kvflow.wire.messages import Failure, PeerId
 
 __all__ = ["OpenTransfers", "QuarantineRecord", "QuarantineView"]
-
-AT_REST: Final = (Memory.SAFE, Memory.QUARANTINED)
 
 AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 

@@ -3,7 +3,7 @@
 import abc
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvflow.aio.flag import Flag
 from kvflow.aio.shield import run_shielded
@@ -27,9 +27,12 @@ from kvflow.wire.messages import Failure
 if TYPE_CHECKING:
     from kvflow.rank import Rank
 
-__all__ = ["Transfer", "check_room", "reason_of"]
+__all__ = ["AT_REST", "Transfer", "check_room", "reason_of"]
 
 MAX_LABEL = 256
+
+AT_REST: Final = (Memory.SAFE, Memory.QUARANTINED)
+"""States of the pages of a transfer that is settled: they are safe, or they wait for a proof without a deadline."""
 
 
 def check_room(room: object) -> RoomId:
@@ -125,7 +128,7 @@ class Transfer(abc.ABC):
     @property
     def is_settled(self) -> bool:
         """True if the outcome is decided and the pages are safe or in quarantine."""
-        return self.outcome is not Outcome.PENDING and self.memory in (Memory.SAFE, Memory.QUARANTINED)
+        return self.outcome is not Outcome.PENDING and self.memory in AT_REST
 
     @property
     def is_quarantined(self) -> bool:
@@ -179,7 +182,7 @@ class Transfer(abc.ABC):
         self.failure, self.memory, self.outcome = failure, memory, outcome  # outcome last: other threads read it first
         if outcome is not Outcome.PENDING:
             self._decided.set()
-        if memory in (Memory.SAFE, Memory.QUARANTINED):
+        if memory in AT_REST:
             self._settled.set()
         if memory is Memory.SAFE:
             self._safe.set()

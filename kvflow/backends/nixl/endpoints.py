@@ -251,11 +251,12 @@ class NativeEndpoints:
 
     def _remove_ended(self) -> None:
         """Remove kept endpoints whose connections are all closed: their peers have ended, and cannot come back."""
-        for peer in list(self._kept):
-            connection = self._connections[peer]
-            opened, now = connection.opened, self._agents.outgoing(connection.agent).now()
+        kept = [self._connections[peer] for peer in self._kept]
+        open_now = {one: one.now() for one in {self._agents.outgoing(connection.agent) for connection in kept}}
+        for connection in kept:
+            opened, now = connection.opened, open_now[self._agents.outgoing(connection.agent)]
             if opened and not (opened.keys() & now.keys() or {*opened.values()} & {*now.values()}):
-                del self._kept[peer]
+                del self._kept[connection.peer]
                 self._try_to_remove(connection)
 
     def _look_at_left_open(self) -> None:
