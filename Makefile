@@ -7,7 +7,7 @@
 # make test-device   what needs a CUDA device, step by step, in ten minutes, with a table; installs into .cache (STEPS="events,..." runs some; FAKE_DEVICE=low rehearses it on a fake device)
 # make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    fuzz 20,000 pairs of layouts against the slow oracle, and live ranks with a million malformed messages; half an hour
-# make docs    regenerate the generated parts of docs/
+# make docs    regenerate the generated parts of docs/ and deploy/
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
 # make mutants     mutation-test the pure cores with 50 small changes; ten minutes
 # make lock    regenerate requirements.lock: versions and hashes of everything that development and CI install
@@ -31,6 +31,7 @@ demo: install
 test: install lint type imports unit
 
 test-all: install lint type imports audit test-pythons
+	sh scripts/install-prometheus.sh .cache/prometheus
 	$(PYTEST) --hypothesis-profile=thorough
 	FAKE_DEVICE=low $(PYTEST) -m "not slow" tests/service tests/device --ignore tests/device/test_contract.py
 
@@ -63,6 +64,7 @@ audit: install
 docs: install
 	$(BIN)/python -m tests.support.state_diagrams
 	$(BIN)/python -m tests.support.references
+	$(BIN)/python -m tests.support.dashboard
 
 mutants: install
 	$(BIN)/python scripts/mutants.py

@@ -86,6 +86,15 @@ def headings_of(page: Path) -> frozenset[str]:
     return frozenset(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles)
 
 
+def test_symptoms_are_what_the_code_says() -> None:
+    """Each message that is looked up by is in the code, as it is written there."""
+    rows = [line.split("|")[1] for line in (ROOT / "docs/symptoms.md").read_text().splitlines() if line.startswith("|")]
+    quoted = [text for cell in rows for text in re.findall(r"`([^`]+)`", cell)]
+    code = re.sub(r'"\s+f?"', "", "".join(path.read_text() for path in SOURCES))
+    assert len(quoted) > 30
+    assert not [text for text in quoted if text not in code]
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     """Directly or through other pages."""
     reached, waiting = set[Path](), [ROOT / "README.md"]
