@@ -8,6 +8,7 @@
 # make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    fuzz 20,000 pairs of layouts against the slow oracle, and live ranks with a million malformed messages; half an hour
 # make docs    regenerate the generated parts of docs/ and deploy/
+# make site    build the documents as a site in dist/site
 # make simulate   100,000 seeds of whole instances in virtual time; about an hour on two cores
 # make mutants     mutation-test the pure cores with 50 small changes; ten minutes
 # make lock    regenerate requirements.lock: versions and hashes of everything that development and CI install
@@ -23,14 +24,14 @@ BIN := $(VENV)/bin
 PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: audit lock mutants demo test test-all test-pythons test-device test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
+.PHONY: audit lock mutants demo site test test-all test-pythons test-device test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
 demo: install
 	$(BIN)/kvflow demo
 
 test: install lint type imports unit
 
-test-all: install lint type imports audit test-pythons
+test-all: install lint type imports audit site test-pythons
 	sh scripts/install-prometheus.sh .cache/prometheus
 	$(PYTEST) --hypothesis-profile=thorough
 	FAKE_DEVICE=low $(PYTEST) -m "not slow" tests/service tests/device --ignore tests/device/test_contract.py
@@ -65,6 +66,11 @@ docs: install
 	$(BIN)/python -m tests.support.state_diagrams
 	$(BIN)/python -m tests.support.references
 	$(BIN)/python -m tests.support.dashboard
+
+site: install
+	$(PYTHON) -m venv .cache/site
+	.cache/site/bin/pip install --quiet --requirement scripts/site-requirements.txt
+	.cache/site/bin/python scripts/build-site.py
 
 mutants: install
 	$(BIN)/python scripts/mutants.py
