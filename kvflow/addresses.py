@@ -17,6 +17,7 @@ __all__ = [
     "check_endpoint",
     "check_host",
     "check_needs_trust",
+    "is_loopback",
     "join_address",
     "split_address",
 ]
@@ -69,7 +70,7 @@ def check_endpoint(setting: str, address: object) -> None:
 def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
     """Raise ConfigError, with the setting and the remedy, for a non-loopback address if no trust is configured."""
     host, _ = split_address(setting, address)
-    if trust is None and not _is_loopback(host):
+    if trust is None and not is_loopback(host):
         raise ConfigError(
             "address is not a loopback address: set trust=kvflow.load_trust(directory), or "
             "trust=kvflow.Trust.none() for plain transport",
@@ -79,7 +80,8 @@ def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
 
 
 @functools.lru_cache(HOSTS)
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this one whoever asks: an address of the loopback interface, or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

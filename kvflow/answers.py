@@ -120,6 +120,8 @@ class RankAnswers:
             paths=facts.paths,
             endpoint=facts.endpoint,
             layout=shorten(rank.layout.summary),
+            fingerprint=shorten(rank.layout.fingerprint),
+            draft_layers=rank.layout.num_draft_layers,
             is_draining=rank.is_draining,
             health=self._health(),
             oldest_room_s=oldest[0] if oldest else None,

@@ -129,6 +129,9 @@ class StatusAnswer(AnswerBase, frozen=True):
         version: Of kvflow.
         endpoint: Address of the control socket; empty on decode.
         is_draining: Whether it refuses new rooms because `drain` was asked for.
+        layout: What its pools hold, in one line.
+        fingerprint: Of its layout, truncated if it is long.
+        draft_layers: Layers without which the other side can do.
         oldest_room_s: Age of the oldest open room, in seconds; None if there is none.
         statistics: As `rank.statistics()`, see `RankStatistics`.
     """
@@ -148,6 +151,8 @@ class StatusAnswer(AnswerBase, frozen=True):
     health: Health
     oldest_room_s: float | None
     statistics: dict[str, Any]
+    fingerprint: str = ""
+    draft_layers: int = 0
 
 
 class RoomRow(msgspec.Struct, frozen=True, kw_only=True):

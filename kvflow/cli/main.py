@@ -23,6 +23,7 @@ COMMANDS = {
     "quarantine": "kvflow.cli.quarantine",
     "drain": "kvflow.cli.drain",
     "health": "kvflow.cli.health",
+    "doctor": "kvflow.cli.doctor",
     "replay": "kvflow.cli.replay",
 }
 """Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""

@@ -2,11 +2,13 @@
 
 import argparse
 import importlib.util
+import json
+from typing import Any
 
 import kvflow
 from kvflow.errors import ConfigError
 
-__all__ = ["HelpFormatter", "add_backend_option", "check_backend", "check_installed", "check_positive"]
+__all__ = ["HelpFormatter", "add_backend_option", "check_backend", "check_installed", "check_positive", "read_json"]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -29,6 +31,14 @@ def check_backend(name: str, *, between_processes: bool = False) -> str:
     if name not in known:
         raise kvflow.ConfigError("unknown backend, or not usable with this command", backend=name, known=known)
     return name
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """Return the JSON object that an option has as its value."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def check_positive(arguments: argparse.Namespace, *options: str) -> None:

@@ -387,6 +387,12 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         """What the layout holds, in one line for the log."""
         return "; ".join(component.summary for component in self.components)
 
+    @property
+    def num_draft_layers(self) -> int:
+        """How many layers there are without which decode can run."""
+        optional = {key.layer for key, region in self.regions().items() if region.optional}
+        return len(optional)
+
     def held_regions(self) -> dict[RegionKey, HeldRegion]:
         """Return every region by its key, together with its component's kind and shard."""
         return {

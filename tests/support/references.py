@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvflow import config, errors
+from kvflow.doctor.checks import CHECKS
 from kvflow.metrics import SERIES
 
 __all__ = ["API_PAGE", "GROUPS", "METRICS_PAGE", "PAGES", "SETTINGS_PAGE", "fill_in", "main"]
@@ -20,7 +21,8 @@ DOCS: Final = Path(__file__).parents[2] / "docs"
 SETTINGS_PAGE: Final = DOCS / "configuration.md"
 API_PAGE: Final = DOCS / "api.md"
 METRICS_PAGE: Final = DOCS / "metrics.md"
-PAGES: Final = (SETTINGS_PAGE, API_PAGE, METRICS_PAGE)
+DOCTOR_PAGE: Final = DOCS / "doctor.md"
+PAGES: Final = (SETTINGS_PAGE, API_PAGE, METRICS_PAGE, DOCTOR_PAGE)
 
 MARKED: Final = re.compile(r"(<!-- generated: (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -286,11 +288,18 @@ def metrics_table(kind: str) -> str:
     return _grid(("name", "unit", "label", "ranks", "meaning"), *rows)
 
 
+def checks_table(_: str) -> str:
+    """Return a table of the checks of `kvflow doctor`."""
+    rows = [(check.__name__.replace("_", " "), parse(check.__doc__).text[0]) for check in CHECKS]
+    return _grid(("check", "what it looks at"), *rows)
+
+
 PARTS: Final[dict[str, Callable[[str], str]]] = {
     "settings": settings,
     "api": api,
     "errors": errors_table,
     "metrics": metrics_table,
+    "checks": checks_table,
 }
 
 

@@ -1,0 +1,1 @@
+"""What `kvflow doctor` finds on machines that were broken for it."""
