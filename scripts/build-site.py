@@ -23,6 +23,9 @@ KVFLOW: Final = ROOT / ".venv/bin/kvflow"
 
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
 MERMAID: Final = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
+LIST: Final = re.compile(r"^([^\s|>#`-][^\n]*\n)(?=- )", re.MULTILINE)
+"""A line of a paragraph before a list, which a forge ends there, and Python-Markdown does not."""
+
 COMMAND: Final = re.compile(r"^    (\w+) ", re.MULTILINE)
 EXTERNAL: Final = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
 
@@ -38,7 +41,7 @@ def stage_pages(pages: dict[Path, Path]) -> None:
     """Write the copies, their pictures, and the page of the commands."""
     shutil.rmtree(STAGED, ignore_errors=True)
     for page, place in pages.items():
-        text = draw_diagrams(page.read_text(), place)
+        text = LIST.sub(r"\1\n", draw_diagrams(page.read_text(), place))
         write(place, LINK.sub(lambda found, page=page: relink(found, page, pages), text))
     shutil.copyfile(ROOT / "mkdocs.yml", PROJECT / "mkdocs.yml")
     shutil.copytree(ROOT / "docs/images", STAGED / "images", dirs_exist_ok=True)
