@@ -178,11 +178,6 @@ def test_every_trap_names_tests_that_exist() -> None:
         assert f"def {test}(" in source, f"{place}::{test}"
 
 
-def test_readme_example_runs() -> None:
-    (example,) = PYTHON.findall((ROOT / "README.md").read_text())
-    assert "metadata=b'first token'" in output_of(example)
-
-
 def output_of(script: str, *arguments: str) -> str:
     """Return the output of a script in a fresh interpreter, where it must succeed and print no errors."""
     command = [sys.executable, "-c", script, *arguments]
@@ -203,10 +198,21 @@ def test_quick_start_runs() -> None:
     assert (sending.returncode, printed) == (0, "sent\n")
 
 
-def test_embedding_examples_run() -> None:
-    keeping, scheduling = PYTHON.findall((ROOT / "docs/guide.md").read_text())
+def test_embedding_example_runs() -> None:
+    (keeping,) = PYTHON.findall((ROOT / "docs/guide.md").read_text())
     assert output_of(keeping) == ""
-    assert output_of(scheduling) == "start decoding with b'token'\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("async_pair", "metadata=b'first token'"),
+        ("numpy_only", "start decoding with b'token'"),
+        ("tensor_parallel", "16 of 16 pages are free again"),
+    ],
+)
+def test_examples_run(name: str, printed: str) -> None:
+    assert printed in output_of((ROOT / f"examples/{name}.py").read_text())
 
 
 def test_configuration_example_is_valid() -> None:
