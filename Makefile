@@ -86,14 +86,17 @@ help:
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/system-packages.sh
-	sh scripts/system-packages.sh $(PYTHON)
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): a minute or more, most of it torch"
-	$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements.lock
-	$(BIN)/pip install --quiet --no-deps --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/kvflow demo --prepare
-	touch $@
+	@echo "[1/4] system packages"
+	@sh scripts/system-packages.sh $(PYTHON)
+	@echo "[2/4] Python packages into $(VENV): a minute or more"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	@echo "[3/4] torch and kvflow"
+	@$(BIN)/pip install --quiet --no-deps --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "[4/4] the demo's model"
+	@TQDM_DISABLE=1 $(BIN)/kvflow demo --prepare
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .

@@ -31,9 +31,13 @@ fi
 
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        apt-get update -qq
+        log=$(mktemp)
         # shellcheck disable=SC2086 # a list of words
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $missing
+        if ! { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $missing; } >"$log" 2>&1; then
+            cat "$log" >&2
+            exit 1
+        fi
+        rm "$log"
     else
         echo "kvflow needs these system packages:$missing" >&2
         echo "install them, for example with: sudo apt-get install$missing" >&2
