@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvflow.geometry.pages import TokenPages
     from kvflow.geometry.tensors import layout_from_tensors
     from kvflow.keys import load_capability_key, load_trust, make_capability
+    from kvflow.observe.breakdown import Breakdown
     from kvflow.observe.logs import configure_logging
     from kvflow.open_transfers import QuarantineRecord
     from kvflow.options import ReceiveOptions, SendOptions
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendError",
     "BackendUnavailable",
+    "Breakdown",
     "CapacityExceeded",
     "ConfigError",
     "DecodeConfig",
@@ -121,6 +123,7 @@ __version__ = "0.2.0"
 
 _HOMES: Final = dict.fromkeys(errors.__all__, "kvflow.errors") | {
     "ProofKind": "kvflow.state.quarantine",
+    "Breakdown": "kvflow.observe.breakdown",
     "ReceiveOptions": "kvflow.options",
     "SendOptions": "kvflow.options",
     "DecodeConfig": "kvflow.config",

@@ -1,7 +1,7 @@
 """The receiving side of one room, as an engine sees it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
@@ -11,6 +11,7 @@ from typing_extensions import override
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
+from kvflow.observe.breakdown import Breakdown, Timeline
 from kvflow.observe.trace import TransferLine
 from kvflow.receive_checks import Wanted
 from kvflow.state import effects as ef
@@ -38,6 +39,7 @@ class Handover:
         num_notices: Number of pieces received, from all prefill ranks.
         elapsed_s: Seconds from the start of the receive (from the grant, if the room was announced) to the last notice.
         first_notice_s: Seconds from the same start to the first notice.
+        timeline: What `breakdown` is computed from.
     """
 
     metadata: bytes
@@ -46,6 +48,12 @@ class Handover:
     num_notices: int
     elapsed_s: float
     first_notice_s: float
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def breakdown(self) -> Breakdown | None:
+        """Where the time went, on both sides; None if nothing was to be sent, or prefill is older and does not tell."""
+        return None if self.timeline is None else self.timeline.break_down()
 
 
 class RoomReceiver(Transfer):
@@ -133,20 +141,31 @@ class RoomReceiver(Transfer):
                 the block exits; check `memory`.
         """
         await self._wait_until_decided()
-        if self.handover is None:
+        return self.take_handover()
+
+    def take_handover(self) -> Handover:
+        """Return the result of a transfer that has succeeded, and note when the engine had it. Works in any thread."""
+        handover = self.handover
+        if handover is None:
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
-        return self.handover
+        timeline = handover.timeline
+        if timeline is not None and timeline.noticed_at is None:
+            now = self._rank.now()
+            self.handover = handover = replace(handover, timeline=timeline._replace(noticed_at=now))
+        return handover
 
     def note_received(self, received: ef.ReceivedRoom) -> Handover:
         """Set `handover` from the core's report of a complete transfer, and return it."""
         first = min(received.metadata, default=None)
+        now = self._rank.now()
         self.handover = handover = Handover(
             metadata=b"" if first is None else received.metadata[first],
             metadata_by_rank=received.metadata,
             num_bytes=received.num_bytes,
             num_notices=received.num_notices,
-            elapsed_s=self._rank.now() - self._opened_at,
+            elapsed_s=now - self._opened_at,
             first_notice_s=received.first_notice_at - self._opened_at,
+            timeline=None if received.last is None else Timeline(self._opened_at, received.last, now),
         )
         return handover
 

@@ -31,6 +31,9 @@ __all__ = ["Instance", "Oracle"]
 MARGIN_S: Final = 0.02
 """How late a running process may notice a deadline."""
 
+MOST_ERROR_S: Final = 1e-6
+"""Maximum difference between the parts of a transfer and the whole, for rounding, in seconds."""
+
 NOTICED_S: Final = 0.5
 """Time within which peers notice a death that the network shows."""
 
@@ -250,10 +253,17 @@ class Oracle:
     # Success is true -------------------------------------------------------------------------------------------------
 
     def check_handover(self, one: Receiving, handover: Handover) -> None:
-        """Check that the metadata handed to the decode engine is what prefill passed."""
+        """Check that the metadata handed to the decode engine is what prefill passed, and where the time went."""
         expected = one.request.metadata
         if any(found != expected for found in handover.metadata_by_rank.values()) or handover.metadata != expected:
             self._violated(f"{one}: metadata is not {expected!r}: {handover}")
+        breakdown = handover.breakdown
+        if (breakdown is None) is not (handover.num_notices == 0):
+            self._violated(f"{one}: breakdown of {handover.num_notices} notices is {breakdown}")
+        if breakdown is not None:
+            parts, took_s = breakdown.parts, one.transfer.elapsed_s
+            if min(parts.values()) < 0 or abs(sum(parts.values()) - took_s) > MOST_ERROR_S:
+                self._violated(f"{one}: took {took_s} s, but its parts are {breakdown}")
 
     def check_success(self, one: Receiving) -> None:
         """Check that a receiver that succeeds has exactly the cells that it asked for."""

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import anyio
 
@@ -20,6 +20,9 @@ __all__ = ["REGISTRY", "World"]
 Result = TypeVar("Result")
 
 REGISTRY = "tcp://127.0.0.1:7100"
+
+CLOCKS_APART_S: Final = 3_600.0
+"""By how much the monotonic clocks of the hosts differ, one after another: each has started with its host."""
 """Endpoint of the registry of a world, once it has been started."""
 
 THREAD_S = 0.002
@@ -75,6 +78,7 @@ class World:
             shows_last_bytes=shows_last_bytes,
         )
         self.processes: dict[str, Process] = {}
+        self._clocks: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -117,13 +121,14 @@ class World:
     def ports(self, process: Process) -> Ports:
         """Return the ports that connect a rank in a process to this world."""
         rng = random.Random(self.rng.getrandbits(64))  # noqa: S311 - as above
+        clock = self._clocks.setdefault(process.host, CLOCKS_APART_S * len(self._clocks))
 
         def run_in_thread(function: Callable[[], Result], /, *, abandon_on_cancel: bool = False) -> Awaitable[Result]:
             return self._run_in_thread(process, function, is_awaited=not abandon_on_cancel)
 
         return Ports(
             control=SimulatedChannel(self.network, process),
-            now=process.now,
+            now=lambda: process.now() + clock,
             run_in_thread=run_in_thread,
             random_bytes=rng.randbytes,
             unix_time=process.now,

@@ -9,7 +9,7 @@ block it, and raise only `BackendError`s.
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -91,9 +91,14 @@ class PostInDoubt:
 
 @dataclass(frozen=True)
 class NoticeArrived:
-    """A notice has arrived in band. Its sender is not authenticated."""
+    """A notice has arrived in band. Its sender is not authenticated.
+
+    Attributes:
+        found_at: When the transport found it, in seconds of `time.monotonic()`; 0 if it does not tell.
+    """
 
     payload: bytes
+    found_at: float = field(default=0.0, compare=False)
 
 
 BackendEvent = PostEnded | PostInDoubt | NoticeArrived

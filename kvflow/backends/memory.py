@@ -6,6 +6,7 @@ loop or on several in different threads. Copying is done in turns on the writer'
 
 import asyncio
 import ctypes
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -136,7 +137,7 @@ class MemoryBackend(Backend):
         """Accept a notice from another endpoint. Can be called from any thread."""
         delivery = self._delivery
         if delivery is not None and len(delivery) < MAX_WAITING:
-            delivery.deliver_soon([NoticeArrived(notice)])
+            delivery.deliver_soon([NoticeArrived(notice, time.monotonic())])
 
     def _registered(self) -> RegisteredMemory:
         if self._memory is None:

@@ -437,6 +437,4 @@ class BlockingReceiver(BlockingTransfer):
             TransferFailed: It failed or was aborted.
         """
         self._check_success()
-        if self._receiver.handover is None:
-            raise LocalProtocolError("transfer has no result", room=self.room)
-        return self._receiver.handover
+        return self._receiver.take_handover()

@@ -166,13 +166,17 @@ MAX_KEPT: Final = 256
 
 
 class Scattering:
-    """Prepares the scattering of packed pieces on a decode rank."""
+    """Prepares the scattering of packed pieces on a decode rank.
+
+    Attributes:
+        tables: Page tables by generation, from the first packed piece of a transfer on.
+    """
 
     def __init__(self, memory: StagingMemory, layout: KVLayout, view: View) -> None:
         self._layout = layout
         self._copier = memory.copier
         self._bases = functools.cache(lambda: memory.copier.bases(layout, view))
-        self._tables: dict[int, Mapping[str, PageTable]] = {}
+        self.tables: dict[int, Mapping[str, PageTable]] = {}
         self._slices: OrderedDict[PeerId, tuple[tuple[RegionSlice, ...], Mapping[str, PackedSlices]]] = OrderedDict()
 
     def work(self, effect: ScatterStaged) -> PackWork:
@@ -191,7 +195,7 @@ class Scattering:
 
     def drop(self, generation: int) -> None:
         """Drop the page tables of an ended transfer."""
-        self._tables.pop(generation, None)
+        self.tables.pop(generation, None)
 
     def _slices_of(self, rank: ConnectedRank) -> Mapping[str, PackedSlices]:
         known = self._slices.get(rank.peer)
@@ -204,7 +208,7 @@ class Scattering:
         return found
 
     def _tables_of(self, opened: ReceiveOpened) -> Mapping[str, PageTable]:
-        tables = self._tables.get(opened.generation)
+        tables = self.tables.get(opened.generation)
         if tables is None:
-            tables = self._tables[opened.generation] = read_page_tables(opened.ranges, opened.pages, self._layout)
+            tables = self.tables[opened.generation] = read_page_tables(opened.ranges, opened.pages, self._layout)
         return tables

@@ -4,6 +4,7 @@ Notices arrive in band with the bytes, or over the control channel. Worker threa
 the pages until they have finished, and closing the rank waits for them, because its memory may be freed afterwards.
 """
 
+import time
 from typing import Final
 
 import anyio
@@ -53,7 +54,8 @@ class Aggregate:
         except RemoteProtocolError as error:
             self._context.anomalies.count("notice_rejected", stage=Stage.AGGREGATE.value, detail=str(error))
         else:
-            self._context.dispatch(NoticeDelivered(notice))
+            waited_s = time.monotonic() - event.found_at if event.found_at else 0.0
+            self._context.dispatch(NoticeDelivered(notice, waited_s))
 
     def scatter(self, effect: ScatterStaged) -> None:
         """Scatter a notice's staging slot into pages, and dispatch Scattered."""
@@ -68,8 +70,9 @@ class Aggregate:
         """Stop verifying a transfer whose outcome is decided, and discard the state of one whose pages are safe."""
         if report.outcome is not Outcome.PENDING:
             self._compared.pop(report.generation, None)
-        if report.memory is Memory.SAFE and self._scattering is not None:
-            self._scattering.drop(report.generation)
+        scattering = self._scattering
+        if report.memory is Memory.SAFE and scattering is not None and report.generation in scattering.tables:
+            scattering.drop(report.generation)
 
     async def _scatter(self, effect: ScatterStaged) -> None:
         failure: Failure | None = None

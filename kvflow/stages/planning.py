@@ -21,7 +21,7 @@ from kvflow.geometry.ranges import is_final
 from kvflow.packing.staging import Gathering, LocalStaging
 from kvflow.stages.context import StageContext
 from kvflow.stages.digests import digests_of
-from kvflow.stages.submit import Submit
+from kvflow.stages.submit import Submit, TimedPlan
 from kvflow.state import events as ev
 from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
@@ -112,7 +112,7 @@ class Planning:
         self._staging = staging
         self._plans = anyio.CapacityLimiter(1)
         self._plans_with_digests = anyio.CapacityLimiter(1)
-        self._planned: dict[tuple[DeliveryId, int], Descriptors | Blocks] = {}
+        self._planned: dict[tuple[DeliveryId, int], TimedPlan] = {}
 
     def post_piece(self, piece: Piece) -> None:
         """Plan a piece on the event loop, and post it."""
@@ -123,17 +123,20 @@ class Planning:
         except (PlanError, MemoryError) as error:
             self._fail(piece, error)
             return
-        self._context.times.stages[Stage.PLANNING].add(self._context.now() - began)
+        planned_at = self._context.now()
+        self._context.times.stages[Stage.PLANNING].add(planned_at - began)
         notice = piece.notice
         if piece.slots is not None and plan.staged is None:
             notice = replace(notice, staged=None)
             self._context.dispatch(ev.PieceWentDirect(piece.delivery, piece.seq))
-        self._submit.post(piece.delivery, piece.seq, plan.moves, notice)
+        before = (piece.granted_at, piece.queued_at, began, planned_at)
+        self._submit.post(piece.delivery, piece.seq, TimedPlan(plan.moves, before), notice)
 
     def plan_piece(self, piece: Piece) -> None:
         """Plan a piece in a worker thread, and dispatch PlanFinished or PlanFailed."""
-        self._context.times.stages[Stage.ENQUEUE].add(self._context.now() - piece.queued_at)
-        self._context.start_task(self._plan_in_thread, self.prepare(piece))
+        taken_at = self._context.now()
+        self._context.times.stages[Stage.ENQUEUE].add(taken_at - piece.queued_at)
+        self._context.start_task(self._plan_in_thread, self.prepare(piece), taken_at)
 
     def post_plan(self, delivery: DeliveryId, seq: int, notice: Notice) -> None:
         """Post a piece that was planned by `plan_piece`."""
@@ -156,7 +159,7 @@ class Planning:
             gathering = self._staging.gathering(piece, prepared.packed, head_major=prepared.head_major)
         return PlanWork(piece, components, self._max_bytes, gathering, self._descriptor_overhead_s)
 
-    async def _plan_in_thread(self, work: PlanWork) -> None:
+    async def _plan_in_thread(self, work: PlanWork, taken_at: float) -> None:
         piece = work.piece
         async with self._plans_with_digests if piece.grant.digest else self._plans:
             began = self._context.now()
@@ -165,8 +168,10 @@ class Planning:
             except (PlanError, MemoryError) as error:
                 self._fail(piece, error)
                 return
-            self._context.times.stages[Stage.PLANNING].add(self._context.now() - began)
-        self._planned[piece.delivery, piece.seq] = plan.moves
+            planned_at = self._context.now()
+            self._context.times.stages[Stage.PLANNING].add(planned_at - began)
+        before = (piece.granted_at, piece.queued_at, taken_at, planned_at)
+        self._planned[piece.delivery, piece.seq] = TimedPlan(plan.moves, before)
         self._context.dispatch(ev.PlanFinished(piece.delivery, piece.seq, digests, plan.staged))
 
     def _plan_with_digests(self, work: PlanWork) -> tuple[Plan, dict[str, int]]:

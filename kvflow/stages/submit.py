@@ -14,9 +14,16 @@ from kvflow.stages.context import PeerAgents, StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
 from kvflow.wire.codec import encode
-from kvflow.wire.messages import MAX_ENDS, Message, Notice, PeerId, Pong
+from kvflow.wire.messages import MAX_ENDS, Message, Notice, PeerId, Pong, Stamps
 
-__all__ = ["Submit"]
+__all__ = ["Submit", "TimedPlan"]
+
+
+class TimedPlan(NamedTuple):
+    """A plan, and the stamps of its piece until it was made, without `posted_at`."""
+
+    moves: Descriptors | Blocks
+    before: tuple[float, float, float, float]
 
 
 class _Post(NamedTuple):
@@ -24,7 +31,7 @@ class _Post(NamedTuple):
     seq: int
     num_bytes: int
     num_descriptors: int
-    began: float
+    stamps: Stamps
     late_s: float
 
 
@@ -66,16 +73,18 @@ class Submit:
             return message
         return replace(message, ends=self._backend.ends_to(self._agents.find_name(peer))[:MAX_ENDS])
 
-    def post(self, delivery: DeliveryId, seq: int, moves: Descriptors | Blocks, notice: Notice) -> None:
+    def post(self, delivery: DeliveryId, seq: int, plan: TimedPlan, notice: Notice) -> None:
         """Post a piece, with its notice if the transport delivers those in band, and dispatch PostEnded at its end."""
+        moves = plan.moves
         post_id = self._num_posts
         self._num_posts += 1
         totals = self.direct if notice.staged is None else self.packed
         totals.num_posts += 1
         totals.num_bytes += notice.num_bytes
-        began, late_s = self._context.now(), self._context.pulse.late_s
-        self._posts[post_id] = _Post(delivery, seq, notice.num_bytes, len(moves.src), began, late_s)
-        payload = encode(notice) if self._in_band else b""
+        stamps = Stamps(*plan.before, self._context.now())
+        late_s = self._context.pulse.late_s
+        self._posts[post_id] = _Post(delivery, seq, notice.num_bytes, len(moves.src), stamps, late_s)
+        payload = encode(replace(notice, stamps=stamps)) if self._in_band else b""
         post = self._backend.post_blocks if isinstance(moves, Blocks) else self._backend.post
         try:
             post(post_id, self._agents.find_name(delivery.peer), moves, payload)  # type: ignore[arg-type] # distinguished above
@@ -91,9 +100,10 @@ class Submit:
                     self._context.anomalies.count("end_of_unknown_post", post_id=post_id, detail=error)
                     return
                 self._has_lingered |= lingers
-                delivery, seq, num_bytes, num_descriptors, began, late_s = post
+                delivery, seq, num_bytes, num_descriptors, stamps, late_s = post
                 held_s = self._context.pulse.late_s - late_s  # by the engine, not by the transport
-                took_s = max(0.0, self._context.now() - began - held_s)
+                now = self._context.now()
+                took_s = max(0.0, now - stamps.posted_at - held_s)
                 self._context.times.stages[Stage.SUBMIT].add(took_s)
                 self.totals.descriptors.add(num_descriptors)
                 failure = None
@@ -101,7 +111,9 @@ class Submit:
                     failure = self._context.failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, error)
                 elif num_bytes and took_s:
                     self.totals.bytes_per_second.add(num_bytes / took_s)
-                self._context.dispatch(ev.PostEnded(delivery, seq, failure, lingers))
+                if not self._in_band:
+                    stamps = replace(stamps, written_at=now)
+                self._context.dispatch(ev.PostEnded(delivery, seq, failure, lingers, stamps))
             case PostInDoubt(post_id, error):
                 post = self._posts.get(post_id)
                 if post is None:

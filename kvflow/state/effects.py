@@ -5,7 +5,7 @@ has ended, and send a Grant only after recording its receiver.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -14,12 +14,13 @@ from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.room import RoomId
 from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, PeerId, RankRecord
+from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, PeerId, RankRecord, Stamps
 
 __all__ = [
     "AdmitChunk",
     "AwaitData",
     "CheckHello",
+    "ClockOffset",
     "CompileRoutes",
     "Connect",
     "Cost",
@@ -28,6 +29,7 @@ __all__ = [
     "Disconnect",
     "DisconnectTransport",
     "DropPlan",
+    "LastPiece",
     "LogEvent",
     "LookUp",
     "NoteEnds",
@@ -85,7 +87,8 @@ class Piece(msgspec.Struct, frozen=True):
         pages: Source pages of the chunk by component.
         granted: All destination pages of the grant by component.
         notice: Notice to send when every byte has landed, without the fields that only planning determines.
-        queued_at: When the piece was queued, in seconds of the clock of events.
+        granted_at: When the grant arrived, in seconds of the clock of events.
+        queued_at: When the piece was queued, by the same clock.
         slots: Staging slots to pack the piece through; None to write it directly.
         must_pack: Whether to pack the piece even if a direct write is faster.
     """
@@ -101,6 +104,7 @@ class Piece(msgspec.Struct, frozen=True):
     cost: Cost
     layers: LayerRange = ALL_LAYERS
     queued_at: float = 0.0
+    granted_at: float = 0.0
     slots: PieceSlots | None = None
     must_pack: bool = False
 
@@ -282,6 +286,46 @@ class WatchNotices(msgspec.Struct, frozen=True):
     active: bool
 
 
+DRIFT: Final = 2e-4
+"""How much the clocks of two hosts drift apart in a second, at most, in seconds; quartz does 1e-4 at worst."""
+
+
+class ClockOffset(NamedTuple):
+    """By how much the clock of this rank is ahead of a peer's, in seconds: between `low` and `high`, as found at `at`.
+
+    This rank has read its clock before and after the peer has read its own, so `high - low` is a round trip.
+    """
+
+    low: float
+    high: float
+    at: float
+
+    def widened(self, now: float) -> "ClockOffset":
+        """Return the bounds at a later time, as far as clocks drift apart."""
+        drift_s = DRIFT * (now - self.at)
+        return ClockOffset(self.low - drift_s, self.high + drift_s, now)
+
+
+class LastPiece(msgspec.Struct, frozen=True):
+    """The piece that completed a transfer, and when it went through the stages on this side, by the clock of events.
+
+    Attributes:
+        engine_rank: Engine rank of the prefill rank that has sent it.
+        stamps: When it went through the stages on the other side, by the clock of that rank; None if it did not tell.
+        asked_at: When the pages were granted.
+        landed_at: When the transport found its notice.
+        arrived_at: When the rank handled its notice.
+        clock: The offset of that rank's clock, if it has answered a Ping.
+    """
+
+    engine_rank: int
+    stamps: Stamps | None
+    asked_at: float
+    landed_at: float
+    arrived_at: float
+    clock: ClockOffset | None
+
+
 class ReceivedRoom(msgspec.Struct, frozen=True):
     """The result of a complete transfer.
 
@@ -290,12 +334,14 @@ class ReceivedRoom(msgspec.Struct, frozen=True):
         num_bytes: Bytes written by all ranks together.
         num_notices: Number of notices received.
         first_notice_at: When the first notice arrived, in seconds of the clock of events.
+        last: The piece that completed it; None if nothing was to be sent.
     """
 
     metadata: dict[int, bytes] = msgspec.field(default_factory=dict)
     num_bytes: int = 0
     num_notices: int = 0
     first_notice_at: float = 0.0
+    last: LastPiece | None = None
 
 
 class WrittenBy(NamedTuple):

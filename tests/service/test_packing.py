@@ -255,7 +255,7 @@ async def test_who_packs_always_does_not_ask_what_the_direct_way_would_take(monk
         assert staging(deployment.prefill[0]).packed_posts == 3
         scattering = deployment.decode[0]._aggregate._scattering
         assert scattering is not None
-        assert not scattering._tables, "kept for transfers that are over"
+        assert not scattering.tables, "kept for transfers that are over"
 
 
 @pytest.mark.parametrize("error", [PlanError("odd"), MemoryError()])

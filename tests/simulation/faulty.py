@@ -23,7 +23,7 @@ from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.decode.deadlines import ReceiveDeadline
 from kvflow.state.decode.held import HeldPages
-from kvflow.state.effects import DecodeEffect, DropPlan, PostPlan, PrefillEffect, WrittenBy
+from kvflow.state.effects import DecodeEffect, DropPlan, LastPiece, PostPlan, PrefillEffect, WrittenBy
 from kvflow.state.events import Chunk, PlanFinished
 from kvflow.state.prefill import delivery as prefill_delivery
 from kvflow.state.prefill import peers as prefill_peers
@@ -70,7 +70,7 @@ def one_complete_rank_is_enough(patch: Patch) -> None:
     patch.setattr(decode_room.Room, "_review", review)
 
 
-def change_count(patch: Patch, count: Callable[[progress.RankProgress, Notice], str | None]) -> None:
+def change_count(patch: Patch, count: Callable[[progress.RankProgress, Notice, LastPiece], str | None]) -> None:
     """Replace how a rank counts notices; the rank may complete while some are missing."""
 
     def written(self: progress.RankProgress) -> WrittenBy:
@@ -84,8 +84,8 @@ def last_notice_is_enough(patch: Patch) -> None:
     """Complete a rank at its last notice, without counting notices or bytes."""
     original = progress.RankProgress.count
 
-    def count(self: progress.RankProgress, notice: Notice) -> str | None:
-        found = original(self, notice)
+    def count(self: progress.RankProgress, notice: Notice, piece: LastPiece) -> str | None:
+        found = original(self, notice, piece)
         if found is None and notice.last:
             self.state = RankState.COMPLETE
         return found
@@ -97,10 +97,10 @@ def notices_count_twice(patch: Patch) -> None:
     """Count duplicate notices, and ignore their bytes."""
     original = progress.RankProgress.count
 
-    def count(self: progress.RankProgress, notice: Notice) -> str | None:
+    def count(self: progress.RankProgress, notice: Notice, piece: LastPiece) -> str | None:
         counted = vars(self)
         counted["total"] = counted.get("total", 0) + 1
-        found = original(self, notice)
+        found = original(self, notice, piece)
         if counted["total"] == self._num_expected:
             self.state = RankState.COMPLETE
         return found
@@ -111,9 +111,9 @@ def notices_count_twice(patch: Patch) -> None:
 def tokens_do_not_matter(patch: Patch) -> None:
     original = decode_room.Room.notice
 
-    def notice(self: decode_room.Room, found: Notice, sender: Any, now: float) -> list[DecodeEffect]:
+    def notice(self: decode_room.Room, found: Notice, sender: Any, *rest: float) -> list[DecodeEffect]:
         known = self.ranks.get(found.engine_rank)
-        return original(self, replace(found, token=known.token if known else 0), sender, now)
+        return original(self, replace(found, token=known.token if known else 0), sender, *rest)
 
     patch.setattr(decode_room.Room, "notice", notice)
 
@@ -321,8 +321,8 @@ def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
     def cells(ranges: dict[str, tuple[int, int]]) -> list[tuple[str, int]]:
         return [(name, token) for name, tokens in ranges.items() for token in range(*tokens)]
 
-    def count(self: progress.RankProgress, notice: Notice) -> str | None:
-        found = original(self, notice)
+    def count(self: progress.RankProgress, notice: Notice, piece: LastPiece) -> str | None:
+        found = original(self, notice, piece)
         brought = [cell for one in self._notices.values() for cell in cells(one.ranges)]
         if self._num_expected is not None and all(cell in brought for cell in cells(self._wanted)):
             self.state = RankState.COMPLETE
@@ -334,12 +334,12 @@ def layers_of_a_chunk_count_as_the_whole(patch: Patch) -> None:
 def staged_notices_count_before_they_are_scattered(patch: Patch) -> None:
     original = decode_room.Room._stage
 
-    def stage(self: decode_room.Room, known: progress.RankProgress, notice: Notice) -> list[DecodeEffect]:
-        effects = original(self, known, notice)
+    def stage(self: decode_room.Room, known: progress.RankProgress, notice: Notice, piece: Any) -> list[DecodeEffect]:
+        effects = original(self, known, notice, piece)
         if not known.scatters(notice.seq) or known.has(notice.seq):
             return effects
         known.scattered(notice.seq)
-        known.count(notice)
+        known.count(notice, piece)
         return [*effects, *self._judge(known)]
 
     def scattered(self: decode_room.Room, notice: Notice, _: Any) -> list[DecodeEffect]:
@@ -453,7 +453,7 @@ def layers_that_have_left_come_again(patch: Patch) -> None:
 
 
 def empty_notices_overtake_pieces(patch: Patch) -> None:
-    def say_empty(self: prefill_delivery.Delivery) -> list[PrefillEffect]:
+    def say_empty(self: prefill_delivery.Delivery, _now: float) -> list[PrefillEffect]:
         effects: list[PrefillEffect] = []
         for seq, (notice, *_) in list(self._unposted.items()):
             if not notice.num_bytes:

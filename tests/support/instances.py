@@ -13,6 +13,7 @@ import kvflow
 from kvflow.backends.base import Backend
 from kvflow.config import Limits, Timeouts
 from kvflow.geometry import head_range
+from kvflow.ports import Ports
 from kvflow.statistics import RankStatistics
 from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.pools import PagedShape, Pool
@@ -260,8 +261,12 @@ async def deploy(
     sending: Mapping[str, object] | None = None,
     receiving: Mapping[str, object] | None = None,
     registry_trust: kvflow.Trust | None = None,
+    ports: tuple[Ports | None, Ports | None] = (None, None),
 ) -> AsyncIterator[Deployment]:
-    """Open a registry and both instances; `sending` and `receiving` are further settings of prefill and decode."""
+    """Open a registry and both instances.
+
+    `sending` and `receiving` are further settings of prefill and decode, and `ports` those of each.
+    """
     common: dict[str, object] = {"backend": backend, "timeouts": timeouts, "limits": limits}
     async with kvflow.Registry(trust=registry_trust) as registry, AsyncExitStack() as stack:
         deployment = Deployment(registry)
@@ -269,14 +274,15 @@ async def deploy(
             pool, faults = make_pool(prefill_tp, rank), FaultScript()
             transport: Backend | None = FaultyMemoryBackend(faults=faults) if backend == "memory" else None
             config = prefill_config(registry.endpoint, rank, prefill_tp, **(common | dict(sending or {})))
-            sender = kvflow.PrefillRank(config, pool.layout, transport)
+            sender = kvflow.PrefillRank(config, pool.layout, transport, ports=ports[0])
             deployment.prefill.append(await deployment.open(sender, stack))
             deployment.sources.append(pool)
             deployment.faults.append(faults)
         for rank in range(decode_tp):
             pool = make_pool(decode_tp, rank)
             settings = common | {"digest_every": digest_every} | dict(receiving or {})
-            receiver = kvflow.DecodeRank(decode_config(registry.endpoint, rank, decode_tp, **settings), pool.layout)
+            own = decode_config(registry.endpoint, rank, decode_tp, **settings)
+            receiver = kvflow.DecodeRank(own, pool.layout, ports=ports[1])
             deployment.decode.append(await deployment.open(receiver, stack))
             deployment.targets.append(pool)
         yield deployment

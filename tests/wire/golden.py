@@ -110,6 +110,7 @@ MESSAGES: Final[dict[str, wm.Message]] = {
         digests={"kv": 2**32 - 1},
         layers=(2, None),
         staged=wm.Staged(slot=1, head_major=True),
+        stamps=wm.Stamps(1.5, 2.5, 3.5, 4.5, 5.5, 6.5),
     ),
     "slot_released": wm.SlotReleased(room=7, generation=8, engine_rank=1, seq=2),
     "slot_query": wm.SlotQuery(room=7, generation=8, engine_rank=1, seq=2),
@@ -117,8 +118,8 @@ MESSAGES: Final[dict[str, wm.Message]] = {
     "cancel": wm.Cancel(room=7, generation=8, failure=FAILURE, has_landed=True),
     "drained": wm.Drained(room=7, generation=8, engine_rank=1, failure=FAILURE, in_flight=b"a kernel"),
     "failed": wm.Failed(room=7, generation=8, engine_rank=1, failure=FAILURE, drained=True),
-    "ping": wm.Ping(peer=DECODE, asks_ends=3),
-    "pong": wm.Pong(peer=PREFILL, asks_ends=3, ends=(b"\x0a\x00\x00\x01\x10\x00",)),
+    "ping": wm.Ping(peer=DECODE, asks_ends=3, sent_at=1.5),
+    "pong": wm.Pong(peer=PREFILL, asks_ends=3, ends=(b"\x0a\x00\x00\x01\x10\x00",), sent_at=1.5, answered_at=3601.5),
     "goodbye": wm.Goodbye(peer=PREFILL, failure=FAILURE, fenced=True),
 }
 """Messages by their tag on the wire."""

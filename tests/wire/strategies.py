@@ -20,6 +20,7 @@ ids: Final = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32, 2**63 - 1, 2
 counts: Final = st.integers(0, 2**32 - 1)
 positive_counts: Final = st.integers(1, 2**32 - 1)
 seconds: Final = st.floats(0, 86_400, exclude_min=True) | st.integers(1, 86_400).map(float)
+clocks: Final = st.floats(-(2**53), 2**53)
 leases: Final = st.floats(0, 600, exclude_min=True)
 names: Final = st.text(max_size=12)
 blobs: Final = st.binary(max_size=40)
@@ -184,6 +185,7 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         digests=st.dictionaries(names, counts, max_size=3),
         layers=st.none() | st.tuples(counts, st.none() | counts),
         staged=st.none() | st.builds(wm.Staged, slot=counts, head_major=st.booleans()),
+        stamps=st.none() | st.builds(wm.Stamps, *[clocks] * 5, st.none() | clocks),
         **transfer_ids,
     ),
     wm.Cancel: st.builds(wm.Cancel, failure=failures, **transfer_ids),
@@ -192,9 +194,14 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
     wm.SlotQuery: st.builds(wm.SlotQuery, engine_rank=counts, seq=counts, **transfer_ids),
     wm.SlotReleased: st.builds(wm.SlotReleased, engine_rank=counts, seq=counts, **transfer_ids),
     wm.Failed: st.builds(wm.Failed, engine_rank=counts, failure=failures, drained=st.booleans(), **transfer_ids),
-    wm.Ping: st.builds(wm.Ping, peer=peers, asks_ends=counts),
+    wm.Ping: st.builds(wm.Ping, peer=peers, asks_ends=counts, sent_at=st.none() | clocks),
     wm.Pong: st.builds(
-        wm.Pong, peer=peers, asks_ends=counts, ends=st.lists(st.binary(max_size=18), max_size=3).map(tuple)
+        wm.Pong,
+        peer=peers,
+        asks_ends=counts,
+        ends=st.lists(st.binary(max_size=18), max_size=3).map(tuple),
+        sent_at=st.none() | clocks,
+        answered_at=st.none() | clocks,
     ),
     wm.Goodbye: st.builds(wm.Goodbye, peer=peers, failure=st.none() | failures, fenced=st.booleans()),
 }

@@ -204,7 +204,8 @@ class NixlAgent:
                 notices = unpack_notices(payload)
             except RemoteProtocolError:
                 notices = [payload]  # may come from anyone; the notice reader rejects and counts it
-            self._emit([NoticeArrived(notice) for notice in notices])
+            now = time.monotonic()
+            self._emit([NoticeArrived(notice, now) for notice in notices])
 
     def _hand_on(self) -> None:
         """Deliver the gathered events.

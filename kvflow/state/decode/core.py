@@ -55,7 +55,8 @@ class DecodeCore:
         self.quarantine = Quarantine(settings.limits.quarantined_bytes)
         self.peers = PrefillPeers(me, settings, self.timers)
         self.windows = self.peers.windows
-        context = ReceiveContext(me, settings.timeouts.progress_s, self.peers.probe, self._decline, self._reconnect)
+        peers, progress_s = self.peers, settings.timeouts.progress_s
+        context = ReceiveContext(me, progress_s, peers.probe, self._decline, self._reconnect, peers.clocks)
         self.rooms = Rooms(context, settings, self.timers, self.quarantine)
         self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
         self._leaving = DrainState()
@@ -154,7 +155,7 @@ class DecodeCore:
             case ev.DigestsVerified():
                 return self.rooms.verified(event.generation, event.failure, now)
             case ev.NoticeDelivered():
-                return self.rooms.notice(event.notice, None, now)
+                return self.rooms.notice(event.notice, None, now, event.waited_s)
             case ev.Scattered():
                 return self._scattered(event, now)
             case ev.QuarantineReleased(key):
@@ -202,6 +203,7 @@ class DecodeCore:
             case Failed():
                 return self.rooms.failed(peer, message, now)
             case Pong():
+                self.peers.compare_clocks(peer, message, now)
                 return self.peers.listed_ends(peer, message)
             case Ping():
                 return self.peers.send(peer, Pong(peer=self.me))

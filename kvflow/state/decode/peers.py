@@ -7,6 +7,7 @@ from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, P
 from kvflow.state.decode.instances import Instance
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import (
+    ClockOffset,
     Connect,
     DecodeEffect,
     Disconnect,
@@ -56,6 +57,7 @@ class PrefillPeers:
         self._proofs = settings.proofs
         self._timers = timers
         self._peers: dict[PeerId, Peer] = {}
+        self.clocks: dict[PeerId, ClockOffset] = {}
         self._open: dict[PeerId, str] = {}
         self._broken: dict[PeerId, None] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
@@ -183,7 +185,16 @@ class PrefillPeers:
         look like others that must end.
         """
         self._timers.set(PingDue(peer), now + self._timeouts.ping_s)
-        return self.send(peer, Ping(peer=self._me, asks_ends=self._num_waits if asks_ends else 0))
+        return self.send(peer, Ping(peer=self._me, asks_ends=self._num_waits if asks_ends else 0, sent_at=now))
+
+    def compare_clocks(self, peer: PeerId, pong: Pong, now: float) -> None:
+        """Learn by how much the clock of a rank differs, unless that is known better."""
+        if peer not in self._peers or pong.answered_at is None or pong.sent_at is None or pong.sent_at > now:
+            return
+        found = ClockOffset(pong.sent_at - pong.answered_at, now - pong.answered_at, now)
+        known = self.clocks[peer].widened(now) if peer in self.clocks else found
+        if found.high - found.low <= known.high - known.low:
+            self.clocks[peer] = found
 
     def lost(self, peer: PeerId, now: float) -> None:
         """Note that a rank is silent; it is forgotten later unless it is heard again or its proof is awaited."""
@@ -195,6 +206,7 @@ class PrefillPeers:
         if known is None:
             return False
         known.left()
+        self.clocks.pop(peer, None)
         self._timers.clear(PingDue(peer))
         self._timers.clear(ProbeDue(peer))
         self._timers.clear(PeerForgotten(peer))

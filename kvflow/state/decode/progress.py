@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvflow.geometry.expected import expected_bytes
 from kvflow.geometry.ranges import TokenRange
-from kvflow.state.effects import WrittenBy
+from kvflow.state.effects import LastPiece, WrittenBy
 from kvflow.state.events import ConnectedRank
 from kvflow.state.tables import QUIET, RANK, RankSignal, RankState
 from kvflow.wire.messages import Notice
@@ -29,6 +29,7 @@ class Tally:
         num_quiet: Ranks that can write nothing more.
         num_arrived: Notices that have arrived: those counted, and those whose pieces are scattered first.
         num_notices: Notices counted.
+        last: The piece of the notice that was counted last.
         num_scattering: Notices whose pieces are being copied from a staging slot to the pages.
     """
 
@@ -36,6 +37,7 @@ class Tally:
     num_quiet: int = 0
     num_arrived: int = 0
     num_notices: int = 0
+    last: LastPiece | None = None
     num_scattering: int = 0
 
 
@@ -58,7 +60,7 @@ class RankProgress:
             (stop - start) * rank.expected[name].max_layers for name, (start, stop) in self._wanted.items()
         )
         self._notices: dict[int, Notice] = {}
-        self._scattering: dict[int, Notice] = {}
+        self._scattering: dict[int, tuple[Notice, LastPiece]] = {}
         self.has_landed = False
         self._has_proof = False
         self._num_expected: int | None = None
@@ -91,10 +93,10 @@ class RankProgress:
         """Return whether the piece of a notice is being copied to the pages."""
         return seq in self._scattering
 
-    def count(self, notice: Notice) -> str | None:
+    def count(self, notice: Notice, piece: LastPiece) -> str | None:
         """Count a notice once, however often it arrives. Return the anomaly if it is rejected."""
         if notice.seq in self._notices:
-            return None if self._notices[notice.seq] == notice else "notice_contradicts_itself"
+            return None if _says_the_same(notice, self._notices[notice.seq]) else "notice_contradicts_itself"
         anomaly = self._anomaly(notice)
         if anomaly is not None:
             return anomaly
@@ -104,27 +106,28 @@ class RankProgress:
         self._notices[notice.seq] = notice
         self._tally.num_arrived += notice.staged is None
         self._tally.num_notices += 1
+        self._tally.last = piece
         self.num_bytes += notice.num_bytes
         self._check_next()
         whole = len(self._notices) == self._num_expected and self.shortfall() is None
         self.apply(RankSignal.COMPLETED if whole else RankSignal.NOTICED)
         return None
 
-    def stage(self, notice: Notice) -> str | None:
+    def stage(self, notice: Notice, piece: LastPiece) -> str | None:
         """Record a notice whose piece must be scattered before it counts. Return the anomaly if it is rejected."""
         if notice.seq in self._scattering:
-            return None if self._scattering[notice.seq] == notice else "notice_contradicts_itself"
+            return None if _says_the_same(notice, self._scattering[notice.seq][0]) else "notice_contradicts_itself"
         window, staged = self.rank.staging, notice.staged
         if window is None or staged is None or staged.slot >= window.num_slots or notice.num_bytes > window.slot_bytes:
             return "notice_staged_nowhere"
         for name, (start, stop) in notice.ranges.items():
             if name not in self._wanted or not self._wanted[name][0] <= start <= stop <= self._wanted[name][1]:
                 return "notice_of_other_tokens"
-        if any(other.staged is not None and other.staged.slot == staged.slot for other in self._scattering.values()):
+        if any(other.staged is not None and other.staged.slot == staged.slot for other, _ in self._scattering.values()):
             return "notice_of_taken_slot"
         anomaly = self._anomaly(notice)
         if anomaly is None:
-            self._scattering[notice.seq] = notice
+            self._scattering[notice.seq] = notice, piece
             self._tally.num_arrived += 1
             self._tally.num_scattering += 1
         return anomaly
@@ -134,10 +137,10 @@ class RankProgress:
         if self.rank.staging is None:
             self.rank = replace(self.rank, staging=rank.staging)
 
-    def scattered(self, seq: int) -> None:
-        """Note that the scatter of a notice's piece has ended."""
-        del self._scattering[seq]
+    def scattered(self, seq: int) -> LastPiece:
+        """Note that the scatter of a notice's piece has ended, and return the piece."""
         self._tally.num_scattering -= 1
+        return self._scattering.pop(seq)[1]
 
     def _anomaly(self, notice: Notice) -> str | None:
         if notice.seq > self._max_notices:
@@ -189,6 +192,11 @@ class RankProgress:
         if notice.num_bytes == expected:
             return None
         return f"{notice.num_bytes} bytes were written, but {expected} were expected"
+
+
+def _says_the_same(notice: Notice, before: Notice) -> bool:
+    """Return whether a repeated notice is the same as before, apart from when its piece was sent."""
+    return replace(notice, stamps=before.stamps) == before
 
 
 def _layers_anomaly(notice: Notice, before: Notice | None) -> str | None:

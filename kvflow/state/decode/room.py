@@ -6,7 +6,7 @@ and, if digests were requested, the received bytes match the sent ones. Any othe
 could still write is told to stop, and the pages are returned once each has confirmed that it has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -15,8 +15,10 @@ from kvflow.errors import FailureReason, Stage
 from kvflow.state.decode.messages import grant_token, make_announce, make_grant, make_parts
 from kvflow.state.decode.progress import RankProgress, Tally
 from kvflow.state.effects import (
+    ClockOffset,
     CountAnomaly,
     DecodeEffect,
+    LastPiece,
     ReceivedRoom,
     ReportReceiver,
     ScatterStaged,
@@ -53,6 +55,7 @@ class ReceiveContext(NamedTuple):
         probe: Checks whether the process of a rank still exists.
         decline: Tells an instance that a room which was never granted will not be received.
         reconnect: Connects an instance, so that it can be asked for proofs.
+        clocks: Offsets of the clocks of prefill ranks, as far as they are known.
     """
 
     me: PeerId
@@ -60,6 +63,7 @@ class ReceiveContext(NamedTuple):
     probe: Callable[[PeerId], list[DecodeEffect]]
     decline: Callable[["Room", Failure, float], list[DecodeEffect]]
     reconnect: Callable[[InstanceRef, float], list[DecodeEffect]]
+    clocks: Mapping[PeerId, ClockOffset]
 
 
 class Room:
@@ -92,6 +96,7 @@ class Room:
         self.is_inline = True
         self._context = context
         self._first_notice_at = 0.0
+        self._asked_at = 0.0
         self.is_verifying = False
         self._is_verified = False
 
@@ -125,14 +130,14 @@ class Room:
         self.state = TransferState()
         return [self._report()]
 
-    def connected(self, ranks: Sequence[ConnectedRank], timeout_s: float) -> list[DecodeEffect]:
+    def connected(self, ranks: Sequence[ConnectedRank], timeout_s: float, now: float) -> list[DecodeEffect]:
         """Send a grant to every rank of the instance, or an announcement if there are no pages yet."""
         self.request = REQUEST[self.request, RequestSignal.CONNECTED]
         self.told = tuple(rank.peer for rank in ranks)
         self.num_retransmits = 0
         if self.is_announced:
             return self._announce(timeout_s)
-        self.granted = self.told
+        self.granted, self._asked_at = self.told, now
         return self._grant_all(ranks, timeout_s)
 
     def _announce(self, timeout_s: float) -> list[DecodeEffect]:
@@ -210,30 +215,30 @@ class Room:
         has_landed = progress is not None and progress.has_landed
         return Cancel(room=self.room, generation=self.generation, failure=failure, has_landed=has_landed)
 
-    def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
-        """Process a notice; `sender` is None if it arrived in band."""
+    def notice(self, notice: Notice, sender: PeerId | None, now: float, waited_s: float = 0.0) -> list[DecodeEffect]:
+        """Process a notice that the transport found `waited_s` ago; `sender` is None if it arrived in band."""
         progress = self.ranks.get(notice.engine_rank)
         if progress is None or sender not in (None, progress.peer):
             return [self._anomaly("notice_from_unknown_rank", sender)]
         if notice.token != progress.token:
             return [self._anomaly("notice_with_wrong_token", progress.peer)]
         self._first_notice_at = self._first_notice_at or now
-        is_late = progress.state is RankState.DRAINED
+        clock = self._context.clocks.get(progress.peer)
+        piece = LastPiece(notice.engine_rank, notice.stamps, self._asked_at, now - waited_s, now, clock)
         if notice.staged is not None and not progress.has(notice.seq):
-            return self._stage(progress, notice)
-        anomaly = "notice_after_drained" if is_late else progress.count(notice)
+            return self._stage(progress, notice, piece)
+        is_late = progress.state is RankState.DRAINED
+        anomaly = "notice_after_drained" if is_late else progress.count(notice, piece)
         if anomaly is not None:
             return [self._anomaly(anomaly, progress.peer)]
         again = [self._slot_released(progress.peer, notice.seq)] if notice.staged is not None else []
         return [*again, *self._judge(progress)]
 
-    def _stage(self, progress: RankProgress, notice: Notice) -> list[DecodeEffect]:
+    def _stage(self, progress: RankProgress, notice: Notice, piece: LastPiece) -> list[DecodeEffect]:
         """Scatter a packed piece, once, and only while the outcome is pending."""
-        if not self.state.is_pending:
+        if not self.state.is_pending or progress.scatters(notice.seq):
             return []
-        if progress.scatters(notice.seq):
-            return []
-        anomaly = progress.stage(notice)
+        anomaly = progress.stage(notice, piece)
         if anomaly is not None:
             return [self._anomaly(anomaly, progress.peer)]
         return [ScatterStaged(self.opened, progress.rank, notice)]
@@ -241,11 +246,11 @@ class Room:
     def scattered(self, notice: Notice, failure: Failure | None) -> list[DecodeEffect]:
         """Handle the end of a scatter: only now does the notice count, and its slot may be reused."""
         progress = self.ranks[notice.engine_rank]
-        progress.scattered(notice.seq)
+        piece = progress.scattered(notice.seq)
         released = self._slot_released(progress.peer, notice.seq)
         if failure is not None:
             return [released, *self.stop(Signal.FAILED, failure)]
-        anomaly = progress.count(notice)
+        anomaly = progress.count(notice, piece)
         if anomaly is not None:
             return [released, self._anomaly(anomaly, progress.peer), *self._review()]
         return [released, *self._judge(progress)]
@@ -390,6 +395,7 @@ class Room:
                 num_bytes=sum(progress.num_bytes for progress in self.ranks.values()),
                 num_notices=self.tally.num_notices,
                 first_notice_at=self._first_notice_at,
+                last=self.tally.last,
             )
         return ReportReceiver(
             room=self.room,

@@ -128,7 +128,7 @@ class Rooms:
                 detail = f"too many pages for one transfer: {num_pages}, but {limit}"
                 return self.fail(room, self._error(FailureReason.CAPACITY, detail), now)
         room.is_inline = num_pages <= PAGES_INLINE and num_pages * len(self.generations) <= PAGES_INLINE_IN_ALL
-        effects = room.connected(ranks, self._time_left(room, now))
+        effects = room.connected(ranks, self._time_left(room, now), now)
         for peer in room.told:
             self._by_peer.add(peer, room.generation)
         self._timers.set(ReceiveUnanswered(room.generation), now + self._pause_s(room))
@@ -170,13 +170,13 @@ class Rooms:
 
     # Messages from prefill ranks -------------------------------------------------------------------------------------
 
-    def notice(self, notice: Notice, sender: PeerId | None, now: float) -> list[DecodeEffect]:
+    def notice(self, notice: Notice, sender: PeerId | None, now: float, waited_s: float = 0.0) -> list[DecodeEffect]:
         """Process a notice for the transfer it names; `sender` is None if it arrived in band."""
         room = self._find(notice.room, notice.generation)
         if room is None:
             return self.ended.answer(notice.room, notice.generation, sender, "notice_of_unknown_transfer")
         before = room.tally.num_arrived
-        effects = room.notice(notice, sender, now)
+        effects = room.notice(notice, sender, now, waited_s)
         is_waiting = room.state.is_pending and not room.is_verifying
         if is_waiting and room.tally.num_arrived != before:
             self._timers.set(ReceiveStalled(room.generation), now + self._timeouts.progress_s)

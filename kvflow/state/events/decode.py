@@ -213,9 +213,13 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class NoticeDelivered(msgspec.Struct, frozen=True):
-    """The transport delivered an in-band notice; only the token of its grant identifies the sender."""
+    """The transport delivered an in-band notice; only the token of its grant identifies the sender.
+
+    It had found the notice `waited_s` before.
+    """
 
     notice: Notice
+    waited_s: float = 0.0
 
 
 class ProbeFinished(msgspec.Struct, frozen=True):

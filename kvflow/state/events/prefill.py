@@ -14,7 +14,7 @@ from kvflow.geometry.split import SplitPolicy
 from kvflow.room import RoomId
 from kvflow.state.events.shared import CloseStarted, DrainStarted, QuarantineReleased, TimePassed, TransportClosed
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import AnyMessage, Failure, Hello, PeerId, Staged, StagingWindow
+from kvflow.wire.messages import AnyMessage, Failure, Hello, PeerId, Staged, StagingWindow, Stamps
 
 __all__ = [
     "Chunk",
@@ -266,13 +266,14 @@ class PostEnded(msgspec.Struct, frozen=True):
     """A post has ended, successfully or not: the transport no longer accesses its pages.
 
     Without a failure, every byte has reached the peer's memory. If it `lingers`, bytes in flight may still land there,
-    until this process or the peer's ends.
+    until this process or the peer's ends. `stamps` are those of its notice.
     """
 
     delivery: DeliveryId
     seq: int
     failure: Failure | None
     lingers: bool = False
+    stamps: Stamps | None = None
 
 
 class PostInDoubt(msgspec.Struct, frozen=True):

@@ -280,7 +280,10 @@ class PrefillCore:
                 self.slots.released(peer.id, message)
                 return []
             case Ping():
-                return [Reply(peer.connection, Pong(peer=self.me, asks_ends=message.asks_ends))]
+                asks_ends, sent_at = message.asks_ends, message.sent_at
+                answered_at = None if sent_at is None else now
+                pong = Pong(peer=self.me, asks_ends=asks_ends, sent_at=sent_at, answered_at=answered_at)
+                return [Reply(peer.connection, pong)]
             case Pong():
                 return self.handshakes.refuse_newcomer(peer)
             case Cancel():

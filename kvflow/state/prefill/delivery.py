@@ -23,7 +23,7 @@ from kvflow.state.prefill.queue import PieceEnd, PieceQueue
 from kvflow.state.prefill.slots import RemoteSlots
 from kvflow.state.settings import PrefillSettings
 from kvflow.state.tables import Memory, Outcome, Signal, TransferState
-from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId
+from kvflow.wire.messages import Cancel, Drained, Failed, Failure, Grant, Notice, PeerId, Stamps
 
 __all__ = ["STANDING", "Delivery", "DeliveryStatus", "SendContext"]
 
@@ -106,6 +106,7 @@ class _Unposted(NamedTuple):
     notice: Notice
     chunk: Chunk
     goes_on: bool
+    offered_at: float
 
 
 class Delivery:
@@ -117,6 +118,7 @@ class Delivery:
 
     Args:
         grant: Its grant; not trusted.
+        granted_at: When the grant arrived.
         on_change: Called with the delivery when what it waits for may have changed.
 
     Attributes:
@@ -133,9 +135,11 @@ class Delivery:
         grant: Grant,
         link: PeerRoute,
         on_change: "Callable[[Delivery], None]",
+        granted_at: float = 0.0,
     ) -> None:
         self.id = DeliveryId(grant.room, peer, grant.generation)
         self.grant = grant
+        self.granted_at = granted_at
         self.state = TransferState()
         self.failure: Failure | None = None
         self.num_retransmits = 0
@@ -258,7 +262,7 @@ class Delivery:
                 return self._await_data(self._not_ready[0][1])
         return []
 
-    def taken(self, piece: Piece, *, is_posted: bool) -> list[PrefillEffect]:
+    def taken(self, piece: Piece, now: float, *, is_posted: bool) -> list[PrefillEffect]:
         """Note that a piece has left the queue, to be posted or planned, and send the empty notices behind it."""
         if is_posted:
             self._posted[piece.seq] = piece.notice
@@ -266,7 +270,7 @@ class Delivery:
         else:
             self._planned[piece.seq] = piece.notice
         self._has_begun_layers = self._unposted.pop(piece.seq).goes_on
-        return self._say_empty() if self._unposted else []
+        return self._say_empty(now) if self._unposted else []
 
     def went_direct(self, seq: int) -> None:
         """Note that a posted piece was written directly to its pages, although it had a slot."""
@@ -289,12 +293,15 @@ class Delivery:
         self._planned.pop(seq, None)
         self._forget_post(seq)
 
-    def post_ended(self, seq: int, *, is_written: bool, lingers: bool = False) -> list[PrefillEffect]:
+    def post_ended(
+        self, seq: int, *, is_written: bool, lingers: bool = False, stamps: Stamps | None = None
+    ) -> list[PrefillEffect]:
         """Note that a post has ended; if it `lingers`, its bytes may still land at the decode rank."""
         notice = self._forget_post(seq)
         self._lingers |= lingers
         effects: list[PrefillEffect] = []
         if notice is not None and is_written:
+            notice = replace(notice, stamps=stamps)
             self._written.append(notice)
             if not self._context.settings.in_band_notices:
                 effects = self._context.peers.send(self.id.peer, notice)
@@ -366,9 +373,9 @@ class Delivery:
             metadata=chunk.metadata if part.last else b"",
             layers=None if part.layers == ALL_LAYERS else part.layers,
         )
-        self._unposted[seq] = _Unposted(notice, chunk, part.layers[1] is not None)
+        self._unposted[seq] = _Unposted(notice, chunk, part.layers[1] is not None, now)
         if not cost.num_bytes:  # nothing is left to send, or tokens of which this rank holds none
-            return self._say_empty()
+            return self._say_empty(now)
         staging = self._context.settings.staging
         piece = Piece(
             self.id,
@@ -382,6 +389,7 @@ class Delivery:
             cost,
             part.layers,
             now,
+            self.granted_at,
             must_pack=staging is not None and staging.packing == "always",
         )
         self._context.queue.expect(self.id.peer)
@@ -397,7 +405,7 @@ class Delivery:
         self._num_waits += 1
         return [AwaitData(self.id, self._num_waits - 1, ready)]
 
-    def _say_empty(self) -> list[PrefillEffect]:
+    def _say_empty(self, now: float) -> list[PrefillEffect]:
         """Send the empty notices whose turn it is: every piece before them has left the queue."""
         effects: list[PrefillEffect] = []
         while self._unposted:
@@ -406,8 +414,9 @@ class Delivery:
                 break
             del self._unposted[seq]
             self._has_begun_layers = first.goes_on
-            self._written.append(first.notice)
-            effects += self._context.peers.send(self.id.peer, first.notice)
+            notice = replace(first.notice, stamps=Stamps(self.granted_at, first.offered_at, now, now, now, now))
+            self._written.append(notice)
+            effects += self._context.peers.send(self.id.peer, notice)
         return effects
 
     def _push(self, piece: Piece, now: float) -> None:

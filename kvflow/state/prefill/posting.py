@@ -86,7 +86,7 @@ class Posting:
             if is_posted:
                 self._slots.posted(piece.delivery, piece.seq, piece.notice)
         effect = PostPiece(piece) if is_posted else PlanPiece(piece)
-        return [effect, *self._rooms.follow(room, delivery.taken(piece, is_posted=is_posted), now)]
+        return [effect, *self._rooms.follow(room, delivery.taken(piece, now, is_posted=is_posted), now)]
 
     # Reports from the stages -----------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Posting:
                 effects = unfenced.post_ended(event.seq, is_written=False, lingers=event.lingers)
                 return self._rooms.unfenced.settle(unfenced, effects)
             return [CountAnomaly("end_of_unknown_post", event.delivery.peer, event.delivery.room)]
-        return self._rooms.follow(room, room.post_ended(delivery, event.seq, event.failure, lingers=event.lingers), now)
+        return self._rooms.follow(room, room.post_ended(delivery, event), now)
 
     def post_in_doubt(self, event: ev.PostInDoubt, now: float) -> list[PrefillEffect]:
         """Note that the transport cannot tell whether a post has ended."""

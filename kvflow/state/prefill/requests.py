@@ -38,7 +38,8 @@ class Requests:
         opened = self._rooms.open(room, has_lease=has_lease)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
-            effects += self._rooms.serve(opened, peer, self.waiting.take_request(room, peer), now)
+            asked_at = self.waiting.asked_at(room, peer)
+            effects += self._rooms.serve(opened, peer, self.waiting.take_request(room, peer), now, asked_at)
         declined = self._declined.take_declines(room)
         if declined:
             effects += self._rooms.fail(opened, next(iter(declined.values())), now)
@@ -286,7 +287,7 @@ class Requests:
             )
             return self._context.refuse(delivery_id, self._error(FailureReason.CAPACITY, detail))
         until = asked.deadline if isinstance(asked, Announcement) else now + min(asked.timeout_s, self._timeouts.open_s)
-        self.waiting.add_request(number, peer, taker, asked, until)
+        self.waiting.add_request(number, peer, taker, asked, now, until)
         return []
 
     def _deny(self, delivery_id: DeliveryId, denied: Failure) -> list[PrefillEffect]:

@@ -16,7 +16,7 @@ from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import TokenRange, hull
 from kvflow.room import RoomId
 from kvflow.state.effects import PrefillEffect, ReportGranted, ReportQuiesced, ReportSender
-from kvflow.state.events import Chunk, DeliveryId, PeerRoute
+from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PostEnded
 from kvflow.state.prefill.deadlines import GrantOverdue, PrefillTimer, RoomUndrained, RoomUngranted, RoomUnquiesced
 from kvflow.state.prefill.delivery import STANDING, Delivery, SendContext
 from kvflow.state.prefill.waiting import Announcement, Asked
@@ -169,13 +169,15 @@ class Room:
         del self.announced[peer]
         self.has_changed = True
 
-    def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float) -> list[PrefillEffect]:
+    def grant(self, peer: PeerId, grant: Grant, link: PeerRoute, now: float, granted_at: float) -> list[PrefillEffect]:
         """Start a delivery, which must not be refused by `refusal`, and feed it all chunks so far.
+
+        The grant arrived at `granted_at`.
 
         Raises:
             PlanError: The granted page tables are invalid; nothing has changed.
         """
-        delivery = Delivery(self._context, peer, grant, link, self._on_change)
+        delivery = Delivery(self._context, peer, grant, link, self._on_change, granted_at)
         self._on_change(delivery)
         self._num_decode_ranks = grant.num_decode_ranks
         self.deliveries[peer.rank] = delivery
@@ -185,12 +187,12 @@ class Room:
         kept = self._chunks if self.feed is not FeedState.QUIESCING else ()
         return [*granted, *self._feed(delivery, kept, now)]
 
-    def post_ended(
-        self, delivery: Delivery, seq: int, failure: Failure | None, *, lingers: bool = False
-    ) -> list[PrefillEffect]:
+    def post_ended(self, delivery: Delivery, ended: PostEnded) -> list[PrefillEffect]:
         """Note that a post has ended; a failed one ends the room."""
+        failure = ended.failure
         stopped = self.stop(Signal.FAILED, failure) if failure else []
-        return [*stopped, *delivery.post_ended(seq, is_written=failure is None, lingers=lingers)]
+        written = delivery.post_ended(ended.seq, is_written=failure is None, lingers=ended.lingers, stamps=ended.stamps)
+        return [*stopped, *written]
 
     def post_in_doubt(self, delivery: Delivery, failure: Failure) -> list[PrefillEffect]:
         """Note that the transport cannot tell whether a post has ended, which ends the room."""

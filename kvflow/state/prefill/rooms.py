@@ -140,8 +140,10 @@ class Rooms:
 
     # Requests from decode ranks --------------------------------------------------------------------------------------
 
-    def serve(self, room: Room, peer: PeerId, asked: Asked, now: float) -> list[PrefillEffect]:
-        """Serve a request in an open room; it replaces an earlier announcement."""
+    def serve(
+        self, room: Room, peer: PeerId, asked: Asked, now: float, asked_at: float | None = None
+    ) -> list[PrefillEffect]:
+        """Serve a request, which arrived now or at `asked_at`, in an open room; it replaces an earlier announcement."""
         delivery_id = DeliveryId(room.room, peer, asked.generation)
         announced = room.announced.get(peer)
         if announced is not None and announced.generation <= asked.generation:
@@ -153,11 +155,12 @@ class Rooms:
         if refusal is not None:
             return self.follow(room, self._context.refuse(delivery_id, refusal), now)
         self._by_peer.add(peer, room.room)
+        asked_at = now if asked_at is None else asked_at
         if isinstance(asked, Announcement):
             room.announce(peer, asked)
             return self.follow(room, [], now)
         try:
-            effects = room.grant(peer, asked, self._context.peers[peer].link, now)
+            effects = room.grant(peer, asked, self._context.peers[peer].link, now, asked_at)
         except PlanError as error:
             failure = self._error(FailureReason.INVALID_PAGES, str(error), Stage.PLANNING)
             effects = [*self._context.refuse(delivery_id, failure), *room.stop(Signal.FAILED, failure)]

@@ -42,6 +42,7 @@ class WaitingRooms:
 
     def __init__(self, timers: Timers[PrefillTimer], limits: Bounds) -> None:
         self._asked: dict[RoomId, dict[PeerId, Asked]] = {}
+        self._asked_at: dict[tuple[RoomId, PeerId], float] = {}
         self._timers = timers
         self._by_peer: ByPeer[tuple[RoomId, PeerId]] = ByPeer()
         self._grants = FairShares(limits.pending_grants)
@@ -68,12 +69,17 @@ class WaitingRooms:
         """Return whether further page tables of a principal fit its share."""
         return self._bytes.has_place(taker, num_bytes)
 
-    def add_request(self, room: RoomId, peer: PeerId, taker: str, one: Asked, until: float) -> None:
+    def asked_at(self, room: RoomId, peer: PeerId) -> float:
+        """Return when the request of a decode rank for a room arrived; there must be one."""
+        return self._asked_at[room, peer]
+
+    def add_request(self, room: RoomId, peer: PeerId, taker: str, one: Asked, now: float, until: float) -> None:
         """Keep a request, which counts to the share of a principal, until it expires.
 
         No request of this rank for this room may be kept yet.
         """
         self._asked.setdefault(room, {})[peer] = one
+        self._asked_at[room, peer] = now
         self._by_peer.add(peer, (room, peer))
         self._grants.hold((room, peer), taker, 1)
         self._bytes.hold((room, peer), taker, _num_bytes(one))
@@ -84,6 +90,7 @@ class WaitingRooms:
         self._timers.clear(RoomUnopened(room, peer))
         self._by_peer.remove((room, peer))
         one = self._asked[room].pop(peer)
+        del self._asked_at[room, peer]
         self._grants.release((room, peer))
         self._bytes.release((room, peer))
         if not self._asked[room]:

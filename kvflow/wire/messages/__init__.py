@@ -10,7 +10,8 @@ Version history:
        ranks of other instances. Rooms may be strings. Announce is new. Announce, Grant and Decline may have a
        capability. Every text, number and collection has a bound; a lease is at most ten minutes. Page tables are
        packed (`kvflow.geometry.packed_pages`); long ones are asked for with PagesQuery and come as GrantedPages.
-       Welcome tells the limits of prefill. A Ping may ask for the ends of data connections.
+       Welcome tells the limits of prefill. A Ping may ask for the ends of data connections. Notice has `stamps`, Ping
+       and Pong have readings of clocks.
 
 Rules for changes: the tag is the first field; a new field has a default; a field never changes its meaning; a message
 that an old peer cannot ignore needs a new version.

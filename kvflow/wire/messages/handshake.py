@@ -15,6 +15,7 @@ from kvflow.wire.messages.values import (
     MAX_ENDS,
     MAX_METADATA_OF_TRANSPORT,
     AgentName,
+    Clock,
     Count,
     Failure,
     Lease,
@@ -132,10 +133,12 @@ class Ping(Message, frozen=True, tag="ping"):
     Attributes:
         asks_ends: From decode: if not 0, the Pong repeats this number and has `ends`. It grows with each wait for last
             bytes.
+        sent_at: From decode: reading of its clock, which the Pong repeats.
     """
 
     peer: PeerId
     asks_ends: Number = 0
+    sent_at: Clock | None = None
 
 
 class Pong(Message, frozen=True, tag="pong"):
@@ -144,11 +147,15 @@ class Pong(Message, frozen=True, tag="pong"):
     Attributes:
         asks_ends: As in the Ping that is answered.
         ends: From prefill, if asked: its sound data connections, see `kvflow.backends.base.Backend.ends_to`.
+        sent_at: As in the Ping that is answered.
+        answered_at: From prefill: reading of its clock, so that decode knows by how much the two differ.
     """
 
     peer: PeerId
     asks_ends: Number = 0
     ends: Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=18)], ...], msgspec.Meta(max_length=MAX_ENDS)] = ()
+    sent_at: Clock | None = None
+    answered_at: Clock | None = None
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):

@@ -7,9 +7,9 @@ import msgspec
 from kvflow.config import MAX_METADATA_BYTES
 from kvflow.geometry.layout import MAX_COMPONENTS, Name
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange
-from kvflow.wire.messages.values import MAX_DOMAIN_BYTES, Count, Failure, Message, Number, Position, WireRoom
+from kvflow.wire.messages.values import MAX_DOMAIN_BYTES, Clock, Count, Failure, Message, Number, Position, WireRoom
 
-__all__ = ["Ack", "Cancel", "Drained", "Failed", "Notice", "SlotQuery", "SlotReleased", "Staged"]
+__all__ = ["Ack", "Cancel", "Drained", "Failed", "Notice", "SlotQuery", "SlotReleased", "Staged", "Stamps"]
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
@@ -22,6 +22,26 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
     slot: Count
     head_major: bool
+
+
+class Stamps(msgspec.Struct, frozen=True, array_like=True):
+    """When a piece went through the stages of its prefill rank, by the clock of that rank.
+
+    Attributes:
+        granted_at: The rank had the Grant, whose room may not have been open yet.
+        ready_at: The engine had offered the piece, its data was ready, and it was queued.
+        taken_at: It got its turn.
+        planned_at: It was planned and, if it is packed, gathered.
+        posted_at: The transport was given the write.
+        written_at: The transport reported the end of the write; None if the notice goes in band, with the bytes.
+    """
+
+    granted_at: Clock
+    ready_at: Clock
+    taken_at: Clock
+    planned_at: Clock
+    posted_at: Clock
+    written_at: Clock | None = None
 
 
 class Notice(Message, frozen=True, tag="notice"):
@@ -39,6 +59,7 @@ class Notice(Message, frozen=True, tag="notice"):
             of a chunk have consecutive numbers and the same ranges, from layer 0 to the notice without a `stop`.
         staged: The staging slot that holds the bytes until the decode rank scatters them; None if they are in the
             pages.
+        stamps: When the piece went through its stages; None from an older peer.
     """
 
     room: WireRoom
@@ -55,6 +76,7 @@ class Notice(Message, frozen=True, tag="notice"):
     )
     layers: tuple[Count, Count | None] | None = None
     staged: Staged | None = None
+    stamps: Stamps | None = None
 
     @property
     def layer_range(self) -> LayerRange:

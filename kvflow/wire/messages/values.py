@@ -35,7 +35,10 @@ OLDEST_VERSION = 3
 """The lowest protocol version that is still supported."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-"""A duration. Messages contain no timestamps, except in capabilities, because clocks differ between hosts."""
+"""A duration. No decision rests on a timestamp in a message, except in capabilities, because clocks differ."""
+
+Clock = Annotated[float, msgspec.Meta(ge=-(2**53), le=2**53)]
+"""A reading of the monotonic clock of one rank. It is compared with that of another only to explain a delay."""
 
 Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
 

@@ -248,7 +248,7 @@ def test_a_rank_that_has_answered_is_pinged_while_others_have_not(
     """Otherwise the rank would consider this one dead, and refuse the first grants."""
     accept(core, hello_to(hellos, PREFILL))
     pinged = messages(core.sleep(2.5), Ping)
-    assert pinged == [(PREFILL, Ping(peer=DECODE))] * 2
+    assert pinged == [(PREFILL, Ping(peer=DECODE, sent_at=at)) for at in (101.0, 102.0)]
 
 
 # Connections ---------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_who_accepts_over_a_connection_that_broke_is_suspect_until_it_is_heard(
     effects = core.welcome(hellos)
     assert messages(effects, Grant) == []
     assert ProbePeer(PREFILL, endpoint_of(PREFILL)) in effects
-    assert messages(effects, Ping) == [(PREFILL, Ping(peer=DECODE))]
+    assert messages(effects, Ping) == [(PREFILL, Ping(peer=DECODE, sent_at=100.0))]
     assert len(messages(core.hear(PREFILL, Pong(peer=PREFILL)), Grant)) == 2
 
 
@@ -686,7 +686,7 @@ def suspect(core: DecodeDriver) -> Transfer:
     transfer = Transfer(core, core.connect(PREFILL, OTHER_PREFILL))
     effects = core(ev.ConnectionLost(PREFILL))
     assert ProbePeer(PREFILL, endpoint_of(PREFILL)) in effects
-    assert messages(effects, Ping) == [(PREFILL, Ping(peer=DECODE))]
+    assert messages(effects, Ping) == [(PREFILL, Ping(peer=DECODE, sent_at=100.0))]
     assert LookUp("prefill") in effects
     assert reports(effects) == []
     return transfer
