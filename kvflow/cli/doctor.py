@@ -17,11 +17,19 @@ EXIT_FAILED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    target = "address (tcp://HOST:PORT) or ticket (JSON) of prefill, to look at it from here; by default, this host"
+    parser.add_argument("target", nargs="?", metavar="ADDRESS|TICKET", help=target)
+    listen = "serve probe transfers at this address until interrupted, for `kvflow doctor ADDRESS` on another host"
+    parser.add_argument("--listen", metavar="ADDRESS", help=listen)
+    parser.add_argument("--advertise", metavar="HOST", help="with --listen: host that others use, if not the one bound")
     add_backend_option(parser)
     parser.add_argument(
         "--backend-options", type=read_json, default={}, metavar="JSON", help="options of the transport"
     )
-    parser.add_argument("--keys", metavar="DIRECTORY", help="key directory, see `kvflow keys`")
+    trust = parser.add_mutually_exclusive_group()
+    trust.add_argument("--keys", metavar="DIRECTORY", help="key directory, see `kvflow keys`")
+    trust.add_argument("--plain", action="store_true", help="with --listen: serve other hosts without keys")
+    parser.add_argument("--fingerprint", metavar="TEXT", help="fingerprint of the layout on this side, to compare")
     parser.add_argument("--socket", type=Path, metavar="PATH", help="a socket, or a directory of sockets, of ranks")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="time to wait for an answer")
     parser.add_argument("--no-probe", action="store_true", help="make no probe transfer, which takes some seconds")
@@ -30,16 +38,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return a function that prints findings; its exit code is 1 if one of them has failed."""
-    return lambda: _examine(arguments)
+    return _listen(arguments) if arguments.listen else lambda: _examine(arguments)
+
+
+def _listen(arguments: argparse.Namespace) -> Callable[[], int]:
+    from kvflow import Trust, load_trust  # noqa: PLC0415 - `kvflow --help` loads little
+    from kvflow.cli.tasks import serving  # noqa: PLC0415 - as above
+    from kvflow.doctor.probe import ProbeOrder, serve_logged_probe  # noqa: PLC0415 - as above
+
+    order = ProbeOrder(backend=arguments.backend, backend_options=arguments.backend_options)
+    trust = Trust.none() if arguments.plain else load_trust(arguments.keys) if arguments.keys else None
+    return serving("kvflow doctor", serve_logged_probe(order, arguments.listen, arguments.advertise, trust=trust))
 
 
 def _examine(arguments: argparse.Namespace) -> int:
-    from kvflow.doctor.checks import examine_host  # noqa: PLC0415 - `kvflow --help` loads little
+    from kvflow.doctor.checks import examine_host  # noqa: PLC0415 - as above
 
-    return _show(examine_host(_options(arguments)), arguments)
+    if arguments.target is None:
+        return _show(examine_host(_options(arguments)), arguments)
+    import anyio  # noqa: PLC0415 - as above
+
+    from kvflow.doctor.peer import Visit, examine_peer, read_target  # noqa: PLC0415 - as above
+
+    address, ticket = read_target(arguments.target)
+    visit = Visit(_options(arguments), address, ticket, arguments.fingerprint)
+    return _show(anyio.run(examine_peer, visit), arguments)
 
 
 def _options(arguments: argparse.Namespace) -> "DoctorOptions":
+    from kvflow import Trust, load_trust  # noqa: PLC0415 - as above
     from kvflow.doctor.findings import DoctorOptions  # noqa: PLC0415 - as above
 
     check_positive(arguments, "timeout")
@@ -47,6 +74,7 @@ def _options(arguments: argparse.Namespace) -> "DoctorOptions":
         backend=arguments.backend,
         backend_options=arguments.backend_options,
         keys=arguments.keys,
+        trust=Trust.none() if arguments.keys is None or arguments.target is None else load_trust(arguments.keys),
         socket=arguments.socket,
         timeout_s=arguments.timeout,
         probe_s=0.0 if arguments.no_probe else DoctorOptions.probe_s,

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvflow.doctor.findings import DoctorOptions, Finding, fail, ok, unknown, warn
 
-__all__ = ["gpu_peer_memory", "numa_affinity", "rdma_devices"]
+__all__ = ["gpu_peer_memory", "has_active_rdma", "numa_affinity", "rdma_devices"]
 
 INFINIBAND: Final = "sys/class/infiniband"
 
@@ -27,6 +27,13 @@ def rdma_devices(options: DoctorOptions) -> Iterator[Finding]:
                 mend = f"ibstat {device}; ip link set dev INTERFACE up; or choose others with UCX_NET_DEVICES"
                 yield warn(f"{device} port {port} is not active ({state or 'state unknown'})", mend)
     yield _openable(options)
+
+
+def has_active_rdma(options: DoctorOptions) -> bool:
+    """Return whether an RDMA device has an active port."""
+    devices = options.list_names(INFINIBAND)
+    ports = [(device, port) for device in devices for port in options.list_names(f"{INFINIBAND}/{device}/ports")]
+    return any("ACTIVE" in options.read(f"{INFINIBAND}/{device}/ports/{port}/state") for device, port in ports)
 
 
 def _openable(options: DoctorOptions) -> Finding:

@@ -10,7 +10,19 @@ import msgspec
 from kvflow.errors import describe, shorten
 from kvflow.trust import Trust
 
-__all__ = ["UNKNOWN", "Check", "DoctorOptions", "Finding", "Status", "fail", "ok", "run_checks", "unknown", "warn"]
+__all__ = [
+    "UNKNOWN",
+    "Check",
+    "DoctorOptions",
+    "Finding",
+    "Status",
+    "fail",
+    "name_of",
+    "ok",
+    "run_checks",
+    "unknown",
+    "warn",
+]
 
 UNKNOWN: Final = "could not look"
 
@@ -107,8 +119,13 @@ def run_checks(checks: Sequence[Check], options: DoctorOptions) -> list[Finding]
     return [found for check in checks for found in _run(check, options)]
 
 
+def name_of(check: Callable[..., object]) -> str:
+    """Return the name of a check, for people."""
+    return check.__name__.replace("_", " ")
+
+
 def _run(check: Check, options: DoctorOptions) -> list[Finding]:
-    name = check.__name__.replace("_", " ")
+    name = name_of(check)
     try:
         found = check(options)
         findings = [found] if isinstance(found, Finding) else list(found)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -38,6 +39,7 @@ __all__ = [
     "log_ucx_to",
     "paths_in",
     "run_in_child",
+    "serve_logged_probe",
     "serve_probe",
 ]
 
@@ -166,6 +168,22 @@ async def serve_probe(
         tasks.cancel_scope.cancel()
 
 
+@asynccontextmanager
+async def serve_logged_probe(
+    order: ProbeOrder, bind: str, advertise: str | None = None, *, trust: Trust | None = None
+) -> AsyncIterator[str]:
+    """Serve probes as `serve_probe`, with UCX's log in a file of this process, so that the path can be told."""
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as place:
+        os.environ.update(log_ucx_to(Path(place, "ucx.log")))
+        try:
+            async with serve_probe(order, bind, advertise, trust=trust) as address:
+                yield address
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
 async def _serve_room(rank: kvflow.PrefillRank, load: str, number: int, began_at: float) -> None:
     pages = PAGES[load]
     while True:
@@ -204,8 +222,9 @@ async def ask_probe(order: ProbeOrder) -> ProbeResult:
     """Measure transfers from a process that serves probes to this one."""
     pool = ProbePool()
     expected = pool.expected()
-    config = kvflow.DecodeConfig(instance="kvflow-doctor-ask", **_settings(order, None))
     try:
+        trust = Trust.none() if order.keys is None else kvflow.load_trust(order.keys)  # it has nothing to hide
+        config = kvflow.DecodeConfig(instance="kvflow-doctor-ask", **_settings(order, trust))
         async with kvflow.DecodeRank(config, pool.layout) as rank:
             is_identical, seconds = True, dict[str, float]()
             for load in ("piece", "whole", "pieces"):
@@ -237,11 +256,11 @@ async def _receive(rank: kvflow.DecodeRank, order: ProbeOrder, load: str, number
 
 
 def _settings(order: ProbeOrder, trust: Trust | None) -> dict[str, Any]:
-    """Return what both sides set. Who asks uses plain transport if there are no keys: it has nothing to hide."""
+    """Return what both sides set."""
     return {
         "backend": order.backend,
         "backend_options": order.backend_options,
-        "trust": trust or (Trust.none() if order.keys is None else kvflow.load_trust(order.keys)),
+        "trust": trust,
         "timeouts": TIMEOUTS,
         "staging_bytes": 0,
         "admin": False,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvflow.doctor import devices, host, software, transport
-from kvflow.doctor.checks import CHECKS
 from kvflow.doctor.findings import Check, DoctorOptions, Finding, ok, run_checks
 from kvflow.keys import make_keys
 
@@ -216,7 +215,3 @@ def test_check_that_raises_could_not_look_and_others_go_on() -> None:
     assert (broken.check, broken.status) == ("broken check", "could not look")
     assert "ZeroDivisionError: no" in broken.cause
     assert (sound.check, sound.status) == ("sound check", "ok")
-
-
-def test_every_check_says_what_it_looks_at() -> None:
-    assert all(check.__doc__ for check in CHECKS)

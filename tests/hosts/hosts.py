@@ -35,6 +35,7 @@ SYSTEM_PATH: Final = "/usr/sbin:/sbin"
 DELAY_TABLE: Final = "100"
 DELAY_DEVICE: Final = "delay0"
 
+BEFORE_DROPPING: Final = "5"
 BEFORE_ALL: Final = "10"
 """Preference of rules that drop packets; they precede the rules that delay or route packets."""
 BEFORE_ROUTING: Final = "20"
@@ -197,6 +198,12 @@ class TwoHosts:
         for source, target in itertools.permutations((connection.a_port, connection.b_port)):
             ports = ("sport", str(source), "dport", str(target))
             self._rule("add", "pref", BEFORE_ALL, "ipproto", "tcp", *ports, "blackhole")
+
+    def pass_only(self, a_port: int) -> None:
+        """Drop all TCP packets but those from and to one port of host A, as a firewall does that allows no other."""
+        for end in ("sport", "dport"):
+            self._rule("add", "pref", BEFORE_DROPPING, "ipproto", "tcp", end, str(a_port), "lookup", "main")
+        self._rule("add", "pref", BEFORE_ALL, "ipproto", "tcp", "blackhole")
 
     def limit(self, rate: str) -> None:
         """Limit the rate at which each host receives, and so the other one sends; `rate` in tc's syntax: "200mbit"."""

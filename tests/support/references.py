@@ -7,12 +7,14 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvflow import config, errors
 from kvflow.doctor.checks import CHECKS
+from kvflow.doctor.findings import name_of
+from kvflow.doctor.peer import PEER_CHECKS
 from kvflow.metrics import SERIES
 
 __all__ = ["API_PAGE", "GROUPS", "METRICS_PAGE", "PAGES", "SETTINGS_PAGE", "fill_in", "main"]
@@ -289,9 +291,10 @@ def metrics_table(kind: str) -> str:
     return _grid(("name", "unit", "label", "ranks", "meaning"), *rows)
 
 
-def checks_table(_: str) -> str:
-    """Return a table of the checks of `kvflow doctor`."""
-    rows = [(check.__name__.replace("_", " "), parse(check.__doc__).text[0]) for check in CHECKS]
+def checks_table(subject: str) -> str:
+    """Return a table of the checks of `kvflow doctor`, of the "host" or of a "peer"."""
+    checks: dict[str, Sequence[Callable[..., object]]] = {"host": CHECKS, "peer": PEER_CHECKS}
+    rows = [(name_of(check), parse(check.__doc__).text[0]) for check in checks[subject]]
     return _grid(("check", "what it looks at"), *rows)
 
 
