@@ -144,7 +144,13 @@ class Server:
             on_end=self.ended.append,
             on_blocks=self._count_blocks,
         )
-        self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
+        self.recomputed: list[tuple[str, int]] = []
+        self.scheduler = ConnectorScheduler(
+            self.groups,
+            is_prefill=is_prefill,
+            is_decode=not is_prefill,
+            on_recomputed=lambda *it: self.recomputed.append(it),
+        )
         self.pool = Pool()
         self.scheduler.pool = self.pool
         if self.ranks.ticket is not None:
@@ -244,7 +250,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
         yield made
 
 
-def asked(request_id: str, params: Mapping[str, Any], num_tokens: int = PROMPT) -> Any:
+def asked(request_id: str, params: Mapping[str, Any] | None, num_tokens: int = PROMPT) -> Any:
     return SimpleNamespace(request_id=request_id, kv_transfer_params=params, prompt_token_ids=list(range(num_tokens)))
 
 
@@ -385,6 +391,7 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
     assert source.scheduler.finished(request, is_complete=False) == (True, None)
     source.step(finished=["p"])
     target.until(lambda: "d" in target.told.failed)
+    assert target.recomputed == [("aborted", PROMPT - 1)]
     source.until(lambda: "p" in source.told.sent)
     target.until(lambda: not any(target.pool.holders))
 
@@ -760,6 +767,24 @@ def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (None, "no_ticket"),
+        ({"do_remote_prefill": False}, "not_kept"),
+        ({"do_remote_prefill": True}, "unusable_ticket"),
+        ({"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": "another"}, "another_prompt"),
+    ],
+)
+def test_prompts_that_decode_computes_are_counted(
+    pair: tuple[Server, Server], params: dict[str, Any] | None, reason: str
+) -> None:
+    """A router that does not pass tickets on is noticed by nothing else: the texts are right, only late."""
+    _, target = pair
+    target.scheduler.add(asked("d", params))
+    assert target.recomputed == [(reason, PROMPT)]
+
+
+@pytest.mark.parametrize(
     "params", [{"do_remote_prefill": True}, {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": 5}]
 )
 def test_reply_of_another_connector_is_computed_here(params: dict[str, Any]) -> None:
@@ -860,6 +885,7 @@ def test_other_prompt_fails_where_the_router_makes_the_rooms(pair: tuple[Server,
     target.scheduler.allocated(request, [DECODE], PROMPT - 1)
     target.until(lambda: "d" in target.told.received)
     assert target.told.failed == {"d"}
+    assert target.recomputed == [("another_prompt", PROMPT - 1)]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 is_prefill=transfer.is_kv_producer,
                 is_decode=transfer.is_kv_consumer,
                 trust=self._options.load_trust(),
+                on_recomputed=self._stats.note_recomputed,
             )
             if self._patience_s:
                 sleep_instead_of_spinning(lambda: self._scheduler.is_empty)

@@ -91,6 +91,7 @@ class WorkerReport:
         freed: Held blocks that are safe by now, once for each worker.
         asked: Requests for which decode has blocks.
         lost: Requests that can no longer be handed over.
+        failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
     """
 
@@ -98,10 +99,11 @@ class WorkerReport:
     freed: list[int] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.held or self.freed or self.asked or self.lost or self.returned)
+        return any(getattr(self, one.name) for one in fields(self))
 
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         """Merge the report of another worker."""

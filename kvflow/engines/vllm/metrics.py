@@ -17,6 +17,7 @@ __all__ = ["Metrics", "Stats"]
 SECONDS: Final = "kvflow_transfer_seconds"
 BYTES: Final = "kvflow_transfer_bytes"
 FAILURES: Final = "kvflow_failed_transfers"
+RECOMPUTED: Final = "kvflow_recomputed_tokens"
 ABORTED: Final = "kvflow_aborted_transfers"
 HELD: Final = "kvflow_held_blocks"
 FREED: Final = "kvflow_freed_blocks"
@@ -32,7 +33,7 @@ HISTOGRAMS: Final = {
     ),
     BYTES: ("Bytes received per transfer.", tuple(2.0 ** (10 + 2 * power) for power in range(13))),
 }
-SERIES: Final = (FAILURES, *COUNTERS, *HISTOGRAMS)
+SERIES: Final = (FAILURES, RECOMPUTED, *COUNTERS, *HISTOGRAMS)
 
 
 class Stats(KVConnectorStats):
@@ -74,6 +75,10 @@ class Stats(KVConnectorStats):
             self.data[SECONDS].append(handover.elapsed_s)
             self.data[BYTES].append(handover.num_bytes)
 
+    def note_recomputed(self, reason: str, num_tokens: int) -> None:
+        """Record tokens that this server computes although it takes prompts over."""
+        self.data[RECOMPUTED].append((reason, num_tokens))
+
     def note_blocks(self, held: int, freed: int) -> None:
         """Record blocks that are newly held until they are safe, and held blocks that were freed."""
         self.data[HELD] += [held] if held else []
@@ -102,6 +107,11 @@ class Metrics(KVConnectorPromMetrics):
             documentation="Transfers of KV caches that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        self._recomputed = self._counter_cls(
+            name=f"vllm:{RECOMPUTED}",
+            documentation="Tokens of prompts that a decode server computed itself, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
         self._counters = {
             series: create_metric_per_engine(
                 self._counter_cls(name=f"vllm:{series}", documentation=text, labelnames=labelnames), labelvalues
@@ -120,6 +130,8 @@ class Metrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for reason in transfer_stats_data.get(FAILURES, ()):
             self._failures.labels(*self._labelvalues[engine_idx], reason).inc()
+        for reason, num_tokens in transfer_stats_data.get(RECOMPUTED, ()):
+            self._recomputed.labels(*self._labelvalues[engine_idx], reason).inc(num_tokens)
         for series, counter in self._counters.items():
             counter[engine_idx].inc(sum(transfer_stats_data.get(series, ())))
         for series, histogram in self._histograms.items():

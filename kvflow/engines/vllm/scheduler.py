@@ -5,7 +5,7 @@ orders of its next step.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -78,6 +78,7 @@ class ConnectorScheduler:
         is_prefill: It may be asked to keep requests for other servers.
         is_decode: It may be asked to take over requests from other servers.
         trust: Keys of this server, which sign tickets.
+        on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
         ticket: One of the tickets of the first worker, once it is known.
@@ -86,9 +87,16 @@ class ConnectorScheduler:
     """
 
     def __init__(
-        self, groups: Sequence[Group], *, is_prefill: bool, is_decode: bool, trust: Trust | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        is_prefill: bool,
+        is_decode: bool,
+        trust: Trust | None = None,
+        on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
         self._groups = groups
+        self._on_recomputed = on_recomputed
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._trust = trust
@@ -99,8 +107,9 @@ class ConnectorScheduler:
         self._sending: dict[str, _Sending] = {}
         self._others: dict[str, _Sending] = {}
         self._ended: dict[str, _Sending] = {}
-        self._announced: dict[str, None] = {}
+        self._announced: dict[str, int] = {}
         self._taken_over: dict[str, str] = {}
+        self._granted: dict[str, int] = {}
         self._leaders: dict[str, str] = {}
         self._followers: dict[str, str] = {}
         self._orders = StepOrders()
@@ -111,7 +120,7 @@ class ConnectorScheduler:
 
     def add(self, request: Any) -> None:
         """Accept a request: both sides start before there are blocks for it."""
-        with contained(partial(LOGGER.warning, "kvflow: %s is computed here alone: %s", request.request_id)):
+        with contained(partial(self._compute_alone, request)):
             params = request.kv_transfer_params
             if self._is_prefill and (withdrawn := withdrawn_room(params)) is not None:
                 self._withdraw(withdrawn)
@@ -119,6 +128,17 @@ class ConnectorScheduler:
                 self._open(request)
             elif self._is_decode:
                 self._announce(request)
+
+    def _compute_alone(self, request: Any, reason: str) -> None:
+        LOGGER.warning("kvflow: %s is computed here alone: %s", request.request_id, reason)
+        if self._is_decode and not is_for_decode(request.kv_transfer_params):
+            self._recompute("unusable_ticket", request)
+
+    def _recompute(self, reason: str, request: Any) -> None:
+        """Count the tokens of a prompt that is computed here, although this server takes prompts over."""
+        tokens = getattr(request, "prompt_token_ids", None)
+        if tokens and not _is_only_to_be_told(request):
+            self._on_recomputed(reason, len(tokens))
 
     def _open(self, request: Any) -> None:
         """Let decode ranks ask for a request; a prompt that is not given as tokens is not handed over.
@@ -165,6 +185,7 @@ class ConnectorScheduler:
         request_id = request.request_id
         reference = take_reference(request.kv_transfer_params)
         if reference is None:
+            self._recompute("not_kept" if request.kv_transfer_params else "no_ticket", request)
             return
         if not request.prompt_token_ids:
             LOGGER.warning("kvflow: %s is computed here: its prompt has no tokens", request_id)
@@ -173,13 +194,14 @@ class ConnectorScheduler:
         prompt = digest_of(request)
         if reference.prompt not in (None, prompt) and not _is_only_to_be_told(request):
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
+            self._recompute("another_prompt", request)
             return
         if reference.key in self._leaders:
             self._followers[request_id] = reference.key
             return
         self._leaders[reference.key] = request_id
         self._taken_over[request_id] = reference.key
-        self._announced[request_id] = None
+        self._announced[request_id] = len(request.prompt_token_ids)
         self._orders.announced[request_id] = reference._replace(prompt=prompt)
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
@@ -210,6 +232,7 @@ class ConnectorScheduler:
             self._is_here(request_id)
             self._orders.declined.append(request_id)
             return
+        self._granted[request_id] = num_elsewhere
         # Without blocks, workers refuse it: vLLM waits until it is told that the request was not received.
         self._orders.granted[request_id] = GrantOrder(0, num_elsewhere, ())
         with contained(partial(LOGGER.warning, "kvflow: %s has no usable blocks: %s", request_id)):
@@ -295,6 +318,7 @@ class ConnectorScheduler:
         """
         request_id = request.request_id
         self._announced.pop(request_id, None)
+        self._granted.pop(request_id, None)
         self._followers.pop(request_id, None)
         self._is_here(request_id)
         other = self._others.pop(request_id, None)
@@ -375,10 +399,13 @@ class ConnectorScheduler:
         for request_id in report.lost:
             if (sending := self._sending.get(request_id)) is not None:
                 sending.is_lost = True
+        for request_id, reason in report.failed:  # once for each worker
+            if num_tokens := self._granted.pop(request_id, 0):
+                self._on_recomputed(reason, num_tokens)
         for request_id in report.returned:
-            if request_id in self._announced:
+            if num_tokens := self._announced.pop(request_id, 0):
                 LOGGER.warning("kvflow: %s is computed here: prefill needed its blocks for others", request_id)
-                del self._announced[request_id]
+                self._on_recomputed("given_back", num_tokens)
                 self._is_here(request_id)
                 self._orders.declined.append(request_id)
 

@@ -399,6 +399,7 @@ class ConnectorWorker:
             self._results.failed.add(move.request_id)
             if not move.is_over:
                 LOGGER.warning("kvflow: %s was not received: %s", move.request_id, _reason(transfer))
+                self._report.failed.append((move.request_id, _short_reason(transfer)))
 
     def _open_gates(self, event: Any) -> None:
         for gates in self._gates:
@@ -414,6 +415,13 @@ def _reason(transfer: BlockingSender | BlockingReceiver | None) -> str:
         return "prefill has computed another prompt"
     failure = transfer.failure
     return f"{failure.reason}: {failure.detail} ({failure.detected_by})"
+
+
+def _short_reason(transfer: BlockingSender | BlockingReceiver | None) -> str:
+    """Return a reason of which there are few, for a metric."""
+    if transfer is None:
+        return "unusable_blocks"
+    return "another_prompt" if transfer.failure is None else str(transfer.failure.reason.value)
 
 
 def _record(caches: Caches) -> Any:

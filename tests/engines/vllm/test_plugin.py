@@ -90,6 +90,7 @@ def test_series_are_filled() -> None:
             stats.note(ended(reason))  # type: ignore[arg-type]
         stats.data["kvflow_transfer_bytes"].append(2**20)
         stats.note_blocks(held=3, freed=1)
+        stats.note_recomputed("no_ticket", 100)
     assert not workers[0].is_empty()
     sent = workers[0].aggregate(workers[1]).take_values().data
     assert workers[0].is_empty()
@@ -103,6 +104,7 @@ def test_series_are_filled() -> None:
             found[name.partition("{")[0] + (name.partition("reason=")[2].strip('"}'))] = float(value)
     assert found["vllm:kvflow_failed_transfers_totalnot_granted"] == 2
     assert found["vllm:kvflow_aborted_transfers_total"] == 2
+    assert found["vllm:kvflow_recomputed_tokens_totalno_ticket"] == 200
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
     assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
     assert not [name for name in found if name.startswith("vllm:nixl")]
