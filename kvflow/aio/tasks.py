@@ -27,6 +27,7 @@ class OwnedTasks:
         self._has_crashed = False
         self._group: TaskGroup
         self._is_open = False
+        self._waiting: list[tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]] = []
         self._is_over = False
         self._failure: Exception | None = None
         self._host: asyncio.Task[None]
@@ -43,21 +44,24 @@ class OwnedTasks:
             raise
 
     def start(self, run: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Start a task that runs until it ends or `close` ends it.
+        """Start a task that runs until it ends or `close` ends it; if the group is not open yet, start it then.
+
+        Sockets of the owner may be read before the host task has run for the first time.
 
         Does nothing after a crash, or after the event loop has cancelled the host task because it is ending.
 
         The caller may be a callback that another thread has scheduled, with that thread's context: if sniffio is
         installed, anyio would not find its event loop there.
         """
-        if not self._has_crashed and not self._is_over:
+        if not self._is_open:
+            self._waiting.append((run, args))
+        elif not self._has_crashed and not self._is_over:
             self._home.copy().run(self._group.start_soon, self._run, run, args)
 
     def fail(self, error: Exception) -> None:
         """Crash with an error from outside the tasks; if the group is not open yet, do so once it is."""
         self._failure = self._failure or error
-        if self._is_open:
-            self.start(self._raise_failure)
+        self.start(self._raise_failure)
 
     async def close(self) -> None:
         """Cancel every task and wait for them. Call it once, shielded. Raises what tasks have raised."""
@@ -69,8 +73,8 @@ class OwnedTasks:
         async with anyio.create_task_group() as self._group:
             opened.set()
             self._is_open = True
-            if self._failure is not None:
-                self.start(self._raise_failure)
+            for run, args in self._waiting:
+                self.start(run, *args)
             try:
                 await anyio.sleep_forever()
             finally:

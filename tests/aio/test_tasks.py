@@ -61,6 +61,18 @@ async def _run(act: Callable[[], Awaitable[None]]) -> None:
     await act()
 
 
+async def test_task_that_is_started_early_runs_once_the_group_is_open() -> None:
+    """A peer's message may come between the rank's sockets and its tasks."""
+    recorder = Recorder()
+    opening = asyncio.create_task(recorder.tasks.open())
+    recorder.tasks.start(recorder.live, "early")  # the host task has not run yet
+    await opening
+    await recorder.settle()
+    assert recorder.log == ["early started"]
+    await recorder.tasks.close()
+    assert recorder.log == ["early started", "early ended"]
+
+
 async def test_tasks_run_until_they_are_closed() -> None:
     async with opened() as recorder:
         for name in ("a", "b"):
