@@ -19,6 +19,7 @@ from kvflow.room import RoomId
 from kvflow.state.quarantine import MissingProof
 
 if TYPE_CHECKING:
+    from kvflow.incidents import Incidents
     from kvflow.open_transfers import OpenTransfers
     from kvflow.rank import Rank
     from kvflow.transfer import Transfer
@@ -49,12 +50,16 @@ class RankAnswers:
         rank: The rank.
         transfers: Its transfers.
         facts: What else is known of it.
+        incidents: What writes files about incidents.
     """
 
-    def __init__(self, rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]", facts: RankFacts) -> None:
+    def __init__(
+        self, rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]", facts: RankFacts, incidents: "Incidents"
+    ) -> None:
         self._rank = rank
         self._transfers = transfers
         self._facts = facts
+        self._incidents = incidents
 
     def open_socket(self, open_admin: OpenAdmin | None, log: BoundLogger, resources: ExitStack) -> str:
         """Let commands ask the rank until `resources` are closed. Without a socket, the rank works on.
@@ -104,6 +109,11 @@ class RankAnswers:
             case msg.DrainRequest():
                 self._rank.start_drain()
                 return msg.DrainAnswer(is_drained=self._rank.is_drained, num_unsettled=self._transfers.num_unsettled)
+
+            case msg.IncidentRequest():
+                found = self._transfers.quarantined(MAX_LISTED)
+                missing = [(record.room, [proof.detail for proof in record.missing]) for record in found]
+                return msg.IncidentAnswer(path=self._incidents.write_soon("asked for", missing))
 
     def _status(self) -> msg.StatusAnswer:
         rank, facts = self._rank, self._facts

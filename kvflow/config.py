@@ -1,8 +1,8 @@
 """Settings: frozen, validated once and passed in explicitly; none is read from the environment.
 
 Only four places read environment variables: the command line, engine adapters that have no other way to be configured,
-backends, which check the variables that their libraries will read, and `kvflow.admin`, which finds the directory that
-the system has for sockets.
+backends, which check the variables that their libraries will read, and `kvflow.admin`, which finds the directories that
+the system has for sockets and for files about incidents.
 
 Settings are validated when they are created; errors name the setting and its value. Any integer type that works as an
 index is accepted, including numpy's, and is converted to int.
@@ -201,6 +201,8 @@ class RankConfig:
         record: File to which every event of the rank is written for later replay; None for no recording.
         admin: Directory for the Unix socket over which `kvflow status` and other commands ask this rank
             (docs/operating.md): True for the default directory, False for no socket.
+        black_box: Directory for files about incidents, which `kvflow incident` reads (docs/operating.md): True for the
+            default directory. False keeps and writes none.
         trust: This rank's keys and the trusted keys of others (`kvflow.load_trust`). None allows plain transport on the
             loopback interface only; any other address is an error. `Trust.none()` allows plain transport everywhere.
             See docs/security.md.
@@ -221,6 +223,7 @@ class RankConfig:
     staging_slot_bytes: int = 8 * 2**20
     record: str | os.PathLike[str] | None = None
     admin: bool | str | os.PathLike[str] = True
+    black_box: bool | str | os.PathLike[str] = True
     trust: Trust | None = None
 
     _host_staging_bytes = 0
@@ -258,6 +261,7 @@ class RankConfig:
         if self.record is not None:
             check_type("record", self.record, str, os.PathLike)
         check_type("admin", self.admin, bool, str, os.PathLike)
+        check_type("black_box", self.black_box, bool, str, os.PathLike)
 
     @property
     def trust_in_force(self) -> Trust:

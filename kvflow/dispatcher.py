@@ -2,22 +2,17 @@
 
 import asyncio
 import logging
-import os
-import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvflow.aio.alarm import Alarm
-from kvflow.errors import CapacityExceeded, ConfigError, KvflowError, LocalProtocolError, RankBroken, RankDraining
+from kvflow.errors import CapacityExceeded, LocalProtocolError, RankBroken, RankDraining
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.observe.trace import describe
-from kvflow.state.recorder import Recorder
-from kvflow.state.settings import DecodeSettings, PrefillSettings
-from kvflow.wire.messages import PeerId
+from kvflow.state.recorder import BlackBox
 
-__all__ = ["Dispatcher", "open_recorder"]
+__all__ = ["Dispatcher"]
 
 AnyEvent = TypeVar("AnyEvent")
 AnyEffect = TypeVar("AnyEffect")
@@ -53,16 +48,12 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         self._is_dispatching = False
         self._is_broken = False
         self._alarm: Alarm
-        self._core: Callable[[AnyEvent, float], Sequence[AnyEffect]]
         self._handle: Callable[[AnyEvent, float], Sequence[AnyEffect]]
-        self._recorder: Recorder | None = None
+        self._box: BlackBox | None = None
 
-    def start(
-        self, core: Callable[[AnyEvent, float], Sequence[AnyEffect]], alarm: Alarm, recorder: Recorder | None
-    ) -> None:
-        """Accept events from now on, for a core with this alarm, and record them if there is a recorder."""
-        self._core, self._alarm, self._recorder = core, alarm, recorder
-        self._handle = core if recorder is None else self._handle_and_record
+    def start(self, core: Callable[[AnyEvent, float], Sequence[AnyEffect]], alarm: Alarm, box: BlackBox | None) -> None:
+        """Accept events from now on, for a core with this alarm, and keep them if there is a black box."""
+        self._handle, self._alarm, self._box = core, alarm, box
 
     def submit(self, event: AnyEvent) -> None:
         """Pass a request of the engine to the core, and carry out the effects.
@@ -73,15 +64,18 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
         """
         if self._is_dispatching:
             raise LocalProtocolError("rank cannot be used from within its own callbacks")
+        now = self._now()
         try:
-            effects = self._handle(event, self._now())
-        except (LocalProtocolError, CapacityExceeded, RankDraining):
+            effects = self._handle(event, now)
+        except (LocalProtocolError, CapacityExceeded, RankDraining) as error:
+            self._keep(event, now, error)
             raise
         except Exception as error:
+            self._keep(event, now, error)
             self._log.error("event_failed", event_type=type(event).__name__)
             self.fail(error)
             raise RankBroken("rank has failed; close it and open another one") from error
-        self._carry_out(event, effects)
+        self._carry_out(event, effects, now)
 
     def dispatch(self, event: AnyEvent) -> None:
         """Pass an event to the core, and carry out the effects. Never raises: an exception breaks the rank.
@@ -93,7 +87,7 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
             return
         self._events.append(event)
         if not self._is_dispatching:
-            self._carry_out(None, ())
+            self._carry_out(None, (), 0.0)
 
     def dispatch_soon(self, event: AnyEvent) -> None:
         """Dispatch an event after the event loop has had a turn."""
@@ -112,12 +106,16 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
             self._log.error("rank_broken", exc_info=error)
             self._on_broken(error)
 
-    def _carry_out(self, event: AnyEvent | None, effects: Sequence[AnyEffect]) -> None:
+    def _carry_out(self, event: AnyEvent | None, effects: Sequence[AnyEffect], now: float) -> None:
         """Carry out effects, then handle the queued events."""
         self._is_dispatching = True
         num_done = 0
         try:
             while True:
+                if event is not None and (box := self._box) is not None:
+                    box.recent.append((event, now, effects, ""))
+                    if len(box.recent) >= box.batch:
+                        self._pack(box)
                 if event is not None and LOGGER.isEnabledFor(logging.DEBUG):
                     self._trace(event, effects)
                 for num_done, effect in enumerate(effects):  # noqa: B007 - for the log, if one fails
@@ -125,63 +123,44 @@ class Dispatcher(Generic[AnyEvent, AnyEffect]):
                 if not self._events or self._is_broken:
                     break
                 event, effects, num_done = self._events.popleft(), (), 0
-                effects = self._handle(event, self._now())
+                now = self._now()
+                effects = self._handle(event, now)
             self._alarm.check()
         except BaseException as error:
-            left = [type(effect).__name__ for effect in effects[num_done:]]
-            self._log.error("event_failed", event_type=type(event).__name__, effects_left=left)
+            self._stop_at(error, event, now, effects, num_done)
             if not isinstance(error, Exception):
-                self.break_down(RuntimeError(f"interrupted by {type(error).__name__}"))
                 raise
-            self.fail(error)
         finally:
             self._is_dispatching = False
             if self._is_broken:
                 self._events.clear()
 
-    def _handle_and_record(self, event: AnyEvent, now: float) -> Sequence[AnyEffect]:
-        try:
-            effects = self._core(event, now)
-        except KvflowError as error:
-            self._record(event, now, (), error)
-            raise
-        self._record(event, now, effects)
-        return effects
+    def _stop_at(
+        self, error: BaseException, event: AnyEvent | None, now: float, effects: Sequence[AnyEffect], num_done: int
+    ) -> None:
+        """Break the rank because the core has raised an error, or what carries out its effects."""
+        if effects == () and event is not None:  # the core
+            self._keep(event, now, error)
+        left = [type(effect).__name__ for effect in effects[num_done:]]
+        self._log.error("event_failed", event_type=type(event).__name__, effects_left=left)
+        if isinstance(error, Exception):
+            self.fail(error)
+        else:
+            self.break_down(RuntimeError(f"interrupted by {type(error).__name__}"))
 
-    def _record(self, event: Any, now: float, effects: Sequence[Any], error: KvflowError | None = None) -> None:
-        if self._recorder is None:
-            return
+    def _keep(self, event: AnyEvent, now: float, error: BaseException) -> None:
+        """Keep an event that the core has refused, or that has broken it."""
+        if self._box is not None:
+            self._box.recent.append((event, now, (), type(error).__name__))
+            self._pack(self._box)
+
+    def _pack(self, box: BlackBox) -> None:
         try:
-            self._recorder.record(event, now, effects, error)
-        except OSError as failure:  # such as a full disk; the rank continues without recording
-            self._recorder, self._handle = None, self._core
-            self._log.error("recording_ended", detail=str(failure))
+            box.pack()
+        except (TypeError, ValueError, OverflowError) as failure:  # such as a text that cannot be encoded
+            self._box = None
+            self._log.error("recording_ended", detail=f"{type(failure).__name__}: {failure}")
 
     def _trace(self, event: Any, effects: Sequence[Any]) -> None:
         name, values = describe(event)
         self._log.debug(name, **values, effects=[type(effect).__name__ for effect in effects])
-
-
-@contextmanager
-def open_recorder(
-    path: str | os.PathLike[str] | None, me: PeerId, settings: PrefillSettings | DecodeSettings
-) -> Iterator[Recorder | None]:
-    """Start to record a core with these settings in a file, if there is a path; raise ConfigError if that fails."""
-    if path is None:
-        yield None
-        return
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(path, "wb", 0, opener=_open_for_owner))
-            recorder = Recorder(file, me, settings)
-        except OSError as error:
-            raise ConfigError("file cannot be written", record=str(path), detail=str(error)) from error
-        yield recorder
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    """Open a file that nobody but its owner may read, even if it already exists."""
-    descriptor = os.open(path, flags, 0o600)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.fchmod(descriptor, 0o600)
-    return descriptor

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import LocalProtocolError
+from kvflow.errors import FailureReason, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import WIRE_PAGES, PageTable
 from kvflow.observe.logs import LOGGER, BoundLogger
@@ -58,6 +58,17 @@ class QuarantineRecord:
         return f"room {self.room}: pages {pages} ({self.num_bytes} bytes) for {self.since_s:.1f} s: {proofs}"
 
 
+class NoteIncident(Protocol):
+    """Notes that something has gone wrong, see `kvflow.incidents`."""
+
+    def __call__(self, text: str, room: RoomId | None = None, missing: tuple[str, ...] = (), /) -> None:
+        """Note it, with the room and the missing proofs."""
+
+
+ORDERLY: Final = (FailureReason.ABORTED, FailureReason.PEER_CLOSED)
+"""How a transfer ends without success if nothing has gone wrong: an engine gave it up, or a rank is closing."""
+
+
 class QuarantineView(Protocol):
     """What a core knows about the pages of transfers."""
 
@@ -82,9 +93,11 @@ class OpenTransfers(Generic[AnyTransfer]):
         takes_proofs: False once the core reports no more.
         totals: What the transfers so far add up to.
         core: Set it before a transfer is reported.
+        note_incident: Called with what has gone wrong, the room, and the missing proofs.
     """
 
     core: QuarantineView
+    note_incident: NoteIncident
 
     def __init__(self, layout: KVLayout, log: BoundLogger) -> None:
         self.by_key: dict[RoomId, AnyTransfer] = {}
@@ -124,6 +137,8 @@ class OpenTransfers(Generic[AnyTransfer]):
             self.totals.ended[effect.outcome, None if effect.failure is None else effect.failure.reason] += 1
             if LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
                 log_transfer(self._log, transfer.log_line())
+            if effect.failure is not None and effect.failure.reason not in ORDERLY:
+                self.note_incident(f"{effect.failure.reason.value}: {effect.failure.detail}", transfer.room)
         if is_quarantined and before is not Memory.QUARANTINED:
             self._log_quarantined(key, transfer)
         elif before is Memory.QUARANTINED and not is_quarantined:
@@ -138,6 +153,7 @@ class OpenTransfers(Generic[AnyTransfer]):
     def fail(self, failure: Failure) -> None:
         """Fail every open transfer. Pages in use can no longer be proved safe."""
         self.takes_proofs = False
+        self.note_incident(f"{failure.reason.value}: {failure.detail}")
         for transfer in list(self.by_key.values()):
             outcome = transfer.outcome
             if outcome is Outcome.PENDING:
@@ -234,3 +250,4 @@ class OpenTransfers(Generic[AnyTransfer]):
             missing=[proof.detail for proof in record.missing],
             quarantined=len(self.core.quarantine),
         )
+        self.note_incident("pages in quarantine", record.room, tuple(proof.detail for proof in record.missing))

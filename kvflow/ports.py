@@ -4,8 +4,9 @@
 """
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -212,6 +213,13 @@ class OpenAdmin(Protocol):
         """
 
 
+class SaveIncident(Protocol):
+    """Writes a file about an incident. May be called in any thread."""
+
+    def __call__(self, path: Path, frames: Iterable[bytes], /) -> None:
+        """Write a new file; raise OSError if that fails."""
+
+
 @dataclass(frozen=True)
 class Ports:
     """The external dependencies of one rank.
@@ -223,6 +231,7 @@ class Ports:
         random_bytes: Returns the given number of unpredictable bytes.
         unix_time: Returns Unix time in seconds. Used only to check expiry times set by other hosts, never to wait.
         open_admin: Opens the socket for `kvflow status` and its like; None if there is none.
+        save_incident: Writes files for `kvflow incident`; None to keep no events.
     """
 
     control: ControlChannel
@@ -231,3 +240,4 @@ class Ports:
     random_bytes: Callable[[int], bytes]
     unix_time: Callable[[], float]
     open_admin: OpenAdmin | None = None
+    save_incident: SaveIncident | None = None

@@ -24,7 +24,7 @@ from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
 from kvflow.config import RankConfig
-from kvflow.dispatcher import Dispatcher, open_recorder
+from kvflow.dispatcher import Dispatcher
 from kvflow.errors import (
     FailureReason,
     KvflowError,
@@ -33,6 +33,7 @@ from kvflow.errors import (
     shorten,
 )
 from kvflow.geometry.layout import KVLayout
+from kvflow.incidents import Incidents
 from kvflow.keys import renewed_trust
 from kvflow.metrics import Metric, Role, collect_metrics
 from kvflow.observe.histograms import Histogram
@@ -133,6 +134,8 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self.footprint = self._transfers.footprint
         self._tasks = OwnedTasks(self._dispatcher.break_down)
         self.start_task = self._tasks.start
+        self._incidents = Incidents(config, self._ports, self._log, self._tasks.start)
+        self._transfers.note_incident = self._incidents.note
         self._context: StageContext[AnyEvent | SharedEvent] = StageContext(
             me=self.me,
             config=config,
@@ -189,7 +192,8 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     def _open_admin(self) -> str:
         facts = RankFacts(self._role, self._backend.name, self._backend.paths, self._listens_at(), self.now())
-        return RankAnswers(self, self._transfers, facts).open_socket(self._ports.open_admin, self._log, self._resources)
+        answers = RankAnswers(self, self._transfers, facts, self._incidents)
+        return answers.open_socket(self._ports.open_admin, self._log, self._resources)
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -204,6 +208,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._dispatcher.is_over = True
             self._transfers.end_proofs()
             try:
+                await self._incidents.finish()
                 self._resources.close()
             finally:
                 await self._tasks.close()
@@ -289,10 +294,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     ) -> None:
         """Begin to pass events to the core, by calling `handle`; raise ConfigError if they cannot be recorded."""
         self._transfers.core = self._core
-        recorder = self._resources.enter_context(open_recorder(self.config.record, self.me, settings))
+        box = self._resources.enter_context(self._incidents.open_box(self.me, settings))
         alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self.now, self._note_lag)
         self._resources.callback(alarm.close)
-        self._dispatcher.start(handle, alarm, recorder)
+        self._dispatcher.start(handle, alarm, box)
 
     def _give_up(self, error: Exception) -> None:
         """Fail every transfer: from now on the core reports nothing, so pages in use can no longer be proved safe."""

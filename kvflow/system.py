@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 import anyio
 
+from kvflow.admin.incident_files import save_incident
 from kvflow.admin.server import AdminSocket
 from kvflow.aio.worker_threads import run_in_thread
 from kvflow.control.channel import ZmqControl
@@ -34,4 +35,5 @@ def system_ports() -> Ports:
         random_bytes=secrets.token_bytes,
         unix_time=time.time,  # noqa: TID251 - no deadline is derived from it
         open_admin=AdminSocket,
+        save_incident=save_incident,
     )

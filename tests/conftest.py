@@ -24,8 +24,9 @@ from tests.support.examples import QUICK, THOROUGH
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes already keep all cores busy; torch's threads would spin
 
 RUNTIME_DIRECTORY = tempfile.mkdtemp(prefix="kvflow-tests-")
-"""For the sockets of ranks, so that tests neither see nor remove those of others."""
+"""For the sockets of ranks and files about incidents, so that tests neither see nor remove those of others."""
 os.environ["XDG_RUNTIME_DIR"] = RUNTIME_DIRECTORY
+os.environ["XDG_STATE_HOME"] = RUNTIME_DIRECTORY
 atexit.register(shutil.rmtree, RUNTIME_DIRECTORY, ignore_errors=True)
 
 settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK)

@@ -47,6 +47,7 @@ PURE: Final = [
     "kvflow.state.decode.core",
     "kvflow.state.prefill.core",
     "kvflow.state.recorder",
+    "kvflow.state.replay",
     "kvflow.wire.codec",
     "kvflow.wire.messages",
 ]

@@ -21,6 +21,8 @@ __all__ = [
     "Health",
     "HealthAnswer",
     "HealthRequest",
+    "IncidentAnswer",
+    "IncidentRequest",
     "QuarantineAnswer",
     "QuarantineRequest",
     "QuarantineRow",
@@ -83,7 +85,13 @@ class DrainRequest(RequestBase, frozen=True, tag="drain"):
     """Refuse new rooms, and let open ones finish."""
 
 
-Request = StatusRequest | HealthRequest | RoomsRequest | QuarantineRequest | ReleaseRequest | DrainRequest
+class IncidentRequest(RequestBase, frozen=True, tag="incident"):
+    """Write what has happened lately to a file, for `kvflow incident`."""
+
+
+Request = (
+    StatusRequest | HealthRequest | RoomsRequest | QuarantineRequest | ReleaseRequest | DrainRequest | IncidentRequest
+)
 
 
 class AnswerBase(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,3 +239,9 @@ class DrainAnswer(AnswerBase, frozen=True):
 
     is_drained: bool
     num_unsettled: int
+
+
+class IncidentAnswer(AnswerBase, frozen=True):
+    """Answers `IncidentRequest`: the file appears at this path as soon as it is written."""
+
+    path: str

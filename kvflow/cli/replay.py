@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvflow.errors import ConfigError
-from kvflow.state.recorder import Replay, ReplayDifference, replay
+from kvflow.state.replay import Replay, ReplayDifference, read_recording, replay
 
 __all__ = ["add_arguments", "prepare"]
 
@@ -30,7 +30,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 def _replay(path: Path) -> int:
     try:
         with path.open("rb") as file:
-            result = replay(file)
+            result = replay(read_recording(file))
     except OSError as error:
         raise ConfigError("recording cannot be read", path=str(path), detail=error.strerror) from error
     print(_head(result))
@@ -54,7 +54,7 @@ def _told(difference: ReplayDifference) -> list[str]:
     replayed = [effect if isinstance(effect, str) else _short(effect) for effect in difference.replayed]
     return [
         f"difference at event {difference.number}, at {difference.now:.6f} s: {_short(difference.event)}",
-        *_listed("recorded", difference.recorded),
+        *_listed("recorded", [item if isinstance(item, str) else _short(item) for item in difference.recorded]),
         *_listed("replayed", replayed),
     ]
 

@@ -23,6 +23,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limits: `kvflow.Limits` to use instead of the defaults.
         staging_bytes: As in `kvflow.RankConfig`.
         admin: As in `kvflow.RankConfig`.
+        black_box: As in `kvflow.RankConfig`.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         affinity: CPUs of kvflow's threads.
@@ -41,6 +42,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: dict[str, int] = {}
     staging_bytes: int | None = None
     admin: bool | str = True
+    black_box: bool | str = True
     digest_every: int = 0
     proofs: dict[str, Any] = {}
     affinity: tuple[int, ...] | None = None
@@ -60,6 +62,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "limits": self._make(Limits, "limits", {**limits, **self.limits}),
             "staging_bytes": self.staging_bytes,
             "admin": self.admin,
+            "black_box": self.black_box,
             "trust": self.load_trust(),
         }
 

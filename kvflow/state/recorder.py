@@ -1,69 +1,103 @@
-"""Recordings of a core: every event with its time, and its effects. Pure, except for the file that it is given.
+"""Recordings of a core: every event with its time, and its effects. Pure, except for the file that one is given.
 
 A recording is a sequence of frames, each a four-byte length (little-endian) and that many bytes of MessagePack: first a
-`Header`, then an `Entry` for each event. An entry holds the whole event, and the name and a digest of each effect, so
-that a fresh core that is fed the same events can be compared with the recorded one.
+`Header`, then an `Entry` for each event. An entry holds the whole event and the effects, so that a fresh core that is
+fed the same events can be compared with the recorded one (`kvflow.state.replay`).
 
-Data that the core does not read is left out: device events, data prepared for planning, and routes, which follow from a
-Hello. Capabilities, and the metadata that engines pass, are replaced by other bytes of the same length; equal ones
-stay equal. What remains secret are the tokens of grants.
+Left out is what the core does not read: device events, data prepared for planning, and routes, which follow from a
+Hello; and of effects, what they repeat from events. Secrets are replaced by other bytes of the same length before they
+leave the process: capabilities, tokens of grants, and the metadata of engines and of transports. Equal ones stay equal.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, Final, NamedTuple, get_args
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvflow.errors import ConfigError, KvflowError
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
-from kvflow.state.decode.core import DecodeCore
-from kvflow.state.packing import link_for
-from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.decode.messages import grant_token
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Recorder", "Replay", "ReplayDifference", "replay"]
+__all__ = [
+    "FORMAT",
+    "LENGTH_BYTES",
+    "BlackBox",
+    "BoxContents",
+    "Cause",
+    "Entry",
+    "Header",
+    "Veil",
+    "encode",
+    "frame",
+    "make_header",
+    "shown",
+]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 LENGTH_BYTES: Final = 4
-DIGEST_BYTES: Final = 8
+
+KEPT_S: Final = 60.0
+KEPT_BYTES: Final = 16 * 2**20
+
+BATCH: Final = 64
+"""Events that are encoded together."""
 
 Settings = PrefillSettings | DecodeSettings
-Event = ev.PrefillEvent | ev.DecodeEvent
-Effect = ef.PrefillEffect | ef.DecodeEffect
-
-EVENT_TYPES: Final[dict[str, type]] = {
-    kind.__name__: kind for union in (ev.PrefillEvent, ev.DecodeEvent) for kind in get_args(union)
-}
 
 
-class Header(msgspec.Struct, frozen=True):
-    """The header of a recording: version, role ("prefill" or "decode"), and the core's settings as MessagePack."""
+class Cause(msgspec.Struct, frozen=True):
+    """Why a recording was written, at a time of the rank's clock: a failure, a quarantine, or somebody has asked.
 
-    format: int
+    Attributes:
+        room: The room that it is about, if any.
+        missing: Proofs that were missing, as sentences.
+    """
+
+    at: float
+    text: str
+    room: int | str | None = None
+    missing: tuple[str, ...] = ()
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """The header of a recording.
+
+    Attributes:
+        role: "prefill" or "decode".
+        settings: Those of the core, as MessagePack.
+        version: Of kvflow.
+        first: Number of the first entry; it is not 0 if earlier events are not in the recording.
+        causes: Why it was written; none if it is written all the time.
+    """
+
+    format: int = FORMAT
     role: str
     me: PeerId
     settings: msgspec.Raw
+    version: str = ""
+    first: int = 0
+    causes: tuple[Cause, ...] = ()
+
+
+def make_header(me: PeerId, settings: Settings, version: str) -> Header:
+    """Return the header of a recording that begins with the rank, without secrets."""
+    role = "prefill" if isinstance(settings, PrefillSettings) else "decode"
+    return Header(role=role, me=me, settings=msgspec.Raw(Veil().veil_fields(encode(settings))), version=version)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """An event at a time, with the name and digest of each effect, or the name of the error if the core refused it."""
+    """An event at a time, with the name of each effect and what is `shown` of it, or the error that was raised."""
 
     now: float
     kind: str
     event: msgspec.Raw
-    effects: tuple[tuple[str, bytes], ...]
+    effects: tuple[tuple[str, msgspec.Raw], ...]
     error: str = ""
-
-
-class RecordedReady:
-    """A stand-in for a device event in a replay."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 def _enc_hook(value: object) -> object:
@@ -74,185 +108,199 @@ def _enc_hook(value: object) -> object:
     return True  # a device event
 
 
-def _dec_hook(kind: Any, value: Any) -> Any:
-    if kind is ev.ReadyEvent:
-        return RecordedReady()
-    dtype, data = value
-    return np.frombuffer(data, np.dtype(dtype))
+encode: Final[Callable[[object], bytes]] = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+def frame(data: bytes) -> bytes:
+    """Return an encoded header or entry with its length before it."""
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
-SECRET_FIELDS: Final = frozenset({"capability", "metadata"})
+# What is shown of effects --------------------------------------------------------------------------------------------
 
 
-def _veiled(value: Any, *, is_secret: bool = False) -> Any:
-    """Return a copy of an event or effect with its secrets replaced; what contains none is returned as it is."""
-    if isinstance(value, msgspec.Struct):
-        fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        veiled = {name: _veiled(item, is_secret=is_secret or name in SECRET_FIELDS) for name, item in fields.items()}
-        changes = {name: item for name, item in veiled.items() if item is not fields[name]}
-        return msgspec.structs.replace(value, **changes) if changes else value
-    if isinstance(value, tuple):
-        names = getattr(value, "_fields", ("",) * len(value))
-        items = [_veiled(item, is_secret=is_secret or n in SECRET_FIELDS) for n, item in zip(names, value, strict=True)]
-        is_same = all(item is before for item, before in zip(items, value, strict=True))
-        return value if is_same else (type(value)(*items) if hasattr(value, "_fields") else tuple(items))
-    if isinstance(value, dict):
-        return {key: _veiled(item, is_secret=is_secret) for key, item in value.items()}
-    if is_secret and isinstance(value, (str, bytes)):
-        is_text = isinstance(value, str)
-        other = hashlib.shake_256(value.encode() if isinstance(value, str) else value).digest(len(value))
-        return other.hex()[: len(value)] if is_text else other
-    return value
+def _piece(effect: Any) -> object:
+    piece: ef.Piece = effect.piece
+    return {
+        "delivery": piece.delivery,
+        "seq": piece.seq,
+        "notice": piece.notice,
+        "cost": piece.cost,
+        "slots": piece.slots,
+        "must_pack": piece.must_pack,
+    }
 
 
-def _encode_event(event: Event) -> bytes:
-    event = _veiled(event)
-    if isinstance(event, ev.HelloChecked) and event.link is not None:
-        event = msgspec.structs.replace(event, link=None, failure="")
-    return _encoder.encode(event)
+def _wait(effect: Any) -> object:
+    return {"delivery": effect.delivery, "wait": effect.wait}
 
 
-def _decode_event(kind: str, data: msgspec.Raw) -> Event:
-    if kind not in _decoders:
-        if kind not in EVENT_TYPES:
-            raise ConfigError("recording contains an event of an unknown kind", kind=kind)
-        _decoders[kind] = msgspec.msgpack.Decoder(EVENT_TYPES[kind], dec_hook=_dec_hook)
-    event: Event = _decoders[kind].decode(data)
-    return event
+def _scatter(effect: Any) -> object:
+    return {"generation": effect.opened.generation, "peer": effect.rank.peer, "notice": effect.notice}
 
 
-def _digest(effect: Effect, *, veils: bool) -> bytes:
-    if isinstance(effect, (ef.PostPiece, ef.PlanPiece)):
-        piece = effect.piece
-        shown: object = (
-            piece.delivery, piece.seq, piece.ranges, piece.notice, piece.cost, piece.layers, piece.slots,
-            piece.must_pack, piece.grant,
-        )  # fmt: skip
-    elif isinstance(effect, ef.AwaitData):
-        shown = (effect.delivery, effect.wait)
-    else:
-        shown = effect
-    encoded = _encoder.encode(_veiled(shown) if veils else shown)
-    return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+def _digests(effect: Any) -> object:
+    return {"generation": effect.opened.generation, "notices": [each.notices for each in effect.written]}
 
 
-def _summary(effects: Sequence[Effect], *, veils: bool) -> tuple[tuple[str, bytes], ...]:
-    return tuple((type(effect).__name__, _digest(effect, veils=veils)) for effect in effects)
+SHORTER: Final[Mapping[type, Callable[[Any], object]]] = {
+    ef.PostPiece: _piece,
+    ef.PlanPiece: _piece,
+    ef.AwaitData: _wait,
+    ef.ScatterStaged: _scatter,
+    ef.VerifyDigests: _digests,
+}
 
 
-class Recorder:
-    """A recorder of the events and effects of a core.
-
-    The caller opens and closes the file. It must be unbuffered, so that the recording of a killed process is complete.
-    """
-
-    def __init__(self, file: BinaryIO, me: PeerId, settings: Settings) -> None:
-        self._file = file
-        role = "prefill" if isinstance(settings, PrefillSettings) else "decode"
-        self._write(Header(FORMAT, role, me, msgspec.Raw(_encoder.encode(settings))))
-
-    def record(self, event: Event, now: float, effects: Sequence[Effect], error: Exception | None = None) -> None:
-        """Record an event that the core has processed, and its effects, or the error that it has raised instead."""
-        name = type(error).__name__ if error is not None else ""
-        encoded = msgspec.Raw(_encode_event(event))
-        self._write(Entry(now, type(event).__name__, encoded, _summary(effects, veils=True), name))
-
-    def _write(self, frame: Header | Entry) -> None:
-        data = _encoder.encode(frame)
-        left = len(data).to_bytes(LENGTH_BYTES, "little") + data
-        while left:  # an unbuffered file may take a part
-            left = left[self._file.write(left) :]
+def shown(effect: object) -> object:
+    """Return what a recording holds of an effect, which may be the whole."""
+    shorten = SHORTER.get(type(effect))
+    return effect if shorten is None else shorten(effect)
 
 
-class ReplayDifference(NamedTuple):
-    """A difference between a replay and its recording.
+# Keeping -------------------------------------------------------------------------------------------------------------
+
+
+class BoxContents(NamedTuple):
+    """What a black box held at some moment: encoded entries with their secrets, and the number of the first."""
+
+    first: int
+    batches: Sequence[bytes]
+
+
+class Batch(NamedTuple):
+    """Encoded entries, and when the last one happened."""
+
+    ended_at: float
+    num_events: int
+    data: bytes
+
+
+class BlackBox:
+    """Keeps the last events of a core as bytes, so that they neither hold anything else nor change.
+
+    They are encoded a batch at a time, which takes half as long. Until then they are kept as they are, and frozen.
+
+    Args:
+        write: Called with each encoded entry, if all are to be recorded.
+        max_bytes: How many bytes are kept, of at most the last minute.
 
     Attributes:
-        number: Number of the event, from 0.
-        recorded: Names of the recorded effects, or of the error.
-        replayed: Effects of the fresh core, or its error.
+        recent: Append each event that the core has processed, with its time, its effects, and the name of the error
+            that it has raised instead, if any. Call `pack` when there are `batch`.
     """
 
-    number: int
-    now: float
-    event: Event
-    recorded: tuple[str, ...]
-    replayed: tuple[object, ...]
+    def __init__(self, write: Callable[[bytes], None] | None = None, max_bytes: int = KEPT_BYTES) -> None:
+        self.recent: list[tuple[object, float, Sequence[object], str]] = []
+        self.batch = BATCH if write is None else 1
+        self._write = write
+        self._max_bytes = max_bytes
+        self._batches: deque[Batch] = deque()
+        self._num_bytes = 0
+        self._first = 0
+
+    def kept(self) -> BoxContents:
+        """Return what is kept now."""
+        if self.recent:
+            self.pack()
+        return BoxContents(self._first, [batch.data for batch in self._batches])
+
+    def pack(self) -> None:
+        """Encode the recent events, and drop the oldest that are too much; `recent` must not be empty.
+
+        Raises:
+            TypeError, ValueError, OverflowError: An event cannot be encoded.
+        """
+        recent, self.recent = self.recent, []
+        entries = [_entry(*each) for each in recent]
+        if self._write is not None:
+            for entry in entries:
+                self._write(encode(entry))
+        batch = Batch(recent[-1][1], len(recent), encode(entries))
+        self._batches.append(batch)
+        self._num_bytes += len(batch.data)
+        oldest = batch.ended_at - KEPT_S
+        while self._batches and (self._num_bytes > self._max_bytes or self._batches[0].ended_at < oldest):
+            dropped = self._batches.popleft()
+            self._num_bytes -= len(dropped.data)
+            self._first += dropped.num_events
 
 
-class Replay(NamedTuple):
-    """The result of a replay: how much was fed to the core and compared, and the first difference, if any."""
+def _entry(event: Any, now: float, effects: Sequence[object], error: str) -> tuple[object, ...]:
+    """Return the fields of an `Entry`."""
+    if type(event) is ev.HelloChecked and event.link is not None:
+        event = msgspec.structs.replace(event, link=None, failure="")
+    known = SHORTER
+    told = [(type(each).__name__, known[type(each)](each) if type(each) in known else each) for each in effects]
+    return now, type(event).__name__, event, told, error
 
-    role: str
-    me: PeerId
-    num_events: int
-    num_effects: int
-    difference: ReplayDifference | None
+
+# Secrets -------------------------------------------------------------------------------------------------------------
+
+SECRET_FIELDS: Final = frozenset({"backend_metadata", "capability", "metadata", "secret"})
+
+MAX_GRANTS: Final = 65_536
+"""How many grants of a decode rank are remembered, to replace their tokens in notices; more than can be open."""
 
 
-def replay(file: BinaryIO) -> Replay:
-    """Feed a recording to a fresh core, and compare all effects up to the first difference.
+class Veil:
+    """Replaces the secrets in the entries of one recording.
 
-    A truncated recording, as of a killed process, is replayed as far as it goes.
-
-    Raises:
-        ConfigError: The file is not a recording, has another format, or is damaged.
+    A decode core derives the tokens of its grants from a secret. They are replaced by those that it derives from the
+    replaced secret, so a replay expects what is recorded.
     """
-    frames = _frames(file)
-    try:
-        header = msgspec.msgpack.decode(next(frames), type=Header)
-    except (StopIteration, msgspec.DecodeError) as error:
-        raise ConfigError("file is not a recording") from error
-    if header.format != FORMAT:
-        raise ConfigError("recording has a different format", format=header.format, spoken=FORMAT)
-    try:
-        return _replay(header, frames)
-    except msgspec.DecodeError as error:
-        raise ConfigError("recording is damaged", detail=str(error)) from error
+
+    def __init__(self) -> None:
+        self._secrets: OrderedDict[int, bytes] = OrderedDict()
+        self._tokens: OrderedDict[int, int] = OrderedDict()
+
+    def veil(self, data: bytes) -> bytes:
+        """Return an encoded entry without its secrets."""
+        return self._veil_entry(msgspec.msgpack.decode(data))
+
+    def veil_batch(self, data: bytes) -> list[bytes]:
+        """Return the entries of a batch one by one, without their secrets."""
+        return [self._veil_entry(entry) for entry in msgspec.msgpack.decode(data)]
+
+    def veil_fields(self, data: bytes) -> bytes:
+        """Return an encoded value without its secrets."""
+        return encode(self._veiled(msgspec.msgpack.decode(data)))
+
+    def _veil_entry(self, entry: Sequence[Any]) -> bytes:
+        _, kind, event, effects, _ = entry
+        if kind == "ReceiveOpened":
+            _remember(self._secrets, event["generation"], _replaced(event["secret"]))
+        for name, effect in effects:
+            if name == "SendMessage" and effect["message"]["type"] == "grant":
+                self._note_grant(effect["peer"][0][1], effect["message"])
+        return encode(self._veiled(entry))
+
+    def _note_grant(self, engine_rank: int, grant: Mapping[str, Any]) -> None:
+        secret = self._secrets.get(grant["generation"])
+        if secret is not None:
+            _remember(self._tokens, grant["token"], grant_token(secret, engine_rank))
+
+    def _veiled(self, value: Any, name: str = "", *, is_secret: bool = False) -> Any:
+        is_secret = is_secret or name in SECRET_FIELDS
+        if isinstance(value, dict):
+            return {key: self._veiled(item, key, is_secret=is_secret) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._veiled(item, is_secret=is_secret) for item in value]
+        if is_secret and isinstance(value, str | bytes):
+            return _replaced(value)
+        if name == "token" and value is not None:
+            known = self._tokens.get(value)
+            return int.from_bytes(_replaced(value.to_bytes(8, "little")), "little") if known is None else known
+        return value
 
 
-def _replay(header: Header, frames: Iterator[bytes]) -> Replay:
-    """Replay the frames after a header; a malformed frame raises msgspec.DecodeError."""
-    core: PrefillCore | DecodeCore
-    prefill: PrefillSettings | None = None
-    if header.role == "prefill":
-        prefill = msgspec.msgpack.Decoder(PrefillSettings, dec_hook=_dec_hook).decode(header.settings)
-        core = PrefillCore(header.me, prefill)
-    else:
-        core = DecodeCore(
-            header.me, msgspec.msgpack.Decoder(DecodeSettings, dec_hook=_dec_hook).decode(header.settings)
-        )
-    num_events = num_effects = 0
-    for number, data in enumerate(frames):
-        entry = msgspec.msgpack.decode(data, type=Entry)
-        event = _decode_event(entry.kind, entry.event)
-        if isinstance(event, ev.HelloChecked) and not event.failure and prefill is not None:
-            event = msgspec.structs.replace(event, link=link_for(event.hello, prefill))
-        replayed, error_name = _handle(core, event, entry.now)
-        num_events, num_effects = number + 1, num_effects + len(replayed)
-        if _summary(replayed, veils=False) != entry.effects or error_name != entry.error:
-            recorded = (entry.error,) if entry.error else tuple(name for name, _ in entry.effects)
-            found: tuple[object, ...] = (error_name,) if error_name else tuple(replayed)
-            difference = ReplayDifference(number, entry.now, event, recorded, found)
-            return Replay(header.role, header.me, num_events, num_effects, difference)
-    return Replay(header.role, header.me, num_events, num_effects, None)
+def _remember(known: "OrderedDict[int, Any]", key: int, value: object) -> None:
+    known[key] = value
+    if len(known) > MAX_GRANTS:
+        known.popitem(last=False)
 
 
-def _handle(core: PrefillCore | DecodeCore, event: Event, now: float) -> tuple[list[Effect], str]:
-    try:
-        return list(core.handle(event, now)), ""  # type: ignore[arg-type] # recorded by a core of the same role
-    except KvflowError as error:
-        return [], type(error).__name__
-
-
-def _frames(file: BinaryIO) -> Iterator[bytes]:
-    while len(length := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        num_bytes = int.from_bytes(length, "little")
-        data = file.read(num_bytes)
-        if len(data) < num_bytes:
-            return
-        yield data
+def _replaced(value: Any) -> Any:
+    """Return other bytes, or another text, of the same length."""
+    other = hashlib.shake_256(value.encode() if isinstance(value, str) else value).digest(len(value))
+    return other.hex()[: len(value)] if isinstance(value, str) else other

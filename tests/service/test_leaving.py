@@ -10,7 +10,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, TransferFailed
-from kvflow.state.recorder import replay
+from kvflow.state.replay import read_recording, replay
 from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import decode_config, deploy, make_pool
@@ -61,7 +61,7 @@ async def test_what_both_ranks_have_recorded_can_be_replayed(tmp_path: Path) -> 
                 pass
         await undisturbed(deployment)
     for name in ("prefill", "decode"):
-        replayed = replay(io.BytesIO((tmp_path / name).read_bytes()))
+        replayed = replay(read_recording(io.BytesIO((tmp_path / name).read_bytes())))
         assert (replayed.role, replayed.difference) == (name, None)
         assert replayed.num_events > 10
 
@@ -73,7 +73,7 @@ async def test_recording_is_complete_while_the_rank_is_open(tmp_path: Path) -> N
         await deployment.request(1, 8).hand_over()
         recorded = path.read_bytes()
     assert b"NoticeDelivered" in recorded
-    assert replay(io.BytesIO(recorded)).difference is None
+    assert replay(read_recording(io.BytesIO(recorded))).difference is None
 
 
 async def test_rank_goes_on_when_its_recording_cannot_be_written(

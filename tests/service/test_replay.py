@@ -25,7 +25,8 @@ from kvflow.bounds import Bounds
 from kvflow.cli.main import main
 from kvflow.config import Timeouts
 from kvflow.observe.logs import configure_logging
-from kvflow.state.recorder import LENGTH_BYTES, Replay, replay
+from kvflow.state.recorder import LENGTH_BYTES
+from kvflow.state.replay import Replay, read_recording, replay
 from tests.support.failures import catch
 from tests.support.instances import UNTOUCHED, Deployment, decode_config, deploy, make_pool
 from tests.support.pools import Pool
@@ -59,7 +60,7 @@ def kinds_of(path: Path) -> Counter[str]:
 def replayed(path: Path) -> Replay:
     """Replay a recording, and check that it gives the same effects for every event."""
     with path.open("rb") as file:
-        result = replay(file)
+        result = replay(read_recording(file))
     assert result.difference is None
     assert result.num_events == kinds_of(path).total()
     return result
@@ -225,7 +226,7 @@ def test_a_recording_that_is_cut_off_is_replayed_as_far_as_it_goes(recordings: P
     data = (recordings / role).read_bytes()
     counts = []
     for cut in np.linspace(len(frames(data)[0]), len(data) - 1, 7).astype(int):
-        result = replay(BytesIO(data[:cut]))
+        result = replay(read_recording(BytesIO(data[:cut])))
         assert result.difference is None
         assert result.num_events == len(frames(data[:cut])) - 1
         counts.append(result.num_events)
@@ -300,7 +301,7 @@ def test_command_shows_the_first_difference(
     kind = msgspec.msgpack.decode(frames(path.read_bytes())[5][LENGTH_BYTES:])[1]
     assert difference.startswith("difference at event 4, at ")
     assert f" s: {kind}(" in difference
-    assert lists[:2] == ["  recorded:", "    Disconnect"]
+    assert lists[:2] == ["  recorded:", "    ('Disconnect', b'whatever')"]
     assert lists[2] == "  replayed:"
     assert len(lists) > 3
 

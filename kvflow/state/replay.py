@@ -1,0 +1,183 @@
+"""Reads recordings, and feeds them to fresh cores. Pure, except for the file that it is given."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, Final, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from kvflow.errors import ConfigError, KvflowError
+from kvflow.state import effects as ef
+from kvflow.state import events as ev
+from kvflow.state.decode.core import DecodeCore
+from kvflow.state.packing import link_for
+from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.recorder import FORMAT, LENGTH_BYTES, Entry, Header, encode, shown
+from kvflow.state.settings import DecodeSettings, PrefillSettings
+from kvflow.wire.messages import PeerId
+
+__all__ = ["Moment", "Recording", "Replay", "ReplayDifference", "read_recording", "replay"]
+
+Event = ev.PrefillEvent | ev.DecodeEvent
+Effect = ef.PrefillEffect | ef.DecodeEffect
+
+EVENT_TYPES: Final[dict[str, type]] = {
+    kind.__name__: kind for union in (ev.PrefillEvent, ev.DecodeEvent) for kind in get_args(union)
+}
+
+
+class Moment(NamedTuple):
+    """An event of a recording, and its effects as plain values.
+
+    Attributes:
+        number: Counts the rank's events, from 0.
+        effects: Name and fields of each.
+        error: Name of the error that the core raised instead; empty if it raised none.
+    """
+
+    number: int
+    now: float
+    event: Event
+    effects: Sequence[tuple[str, Any]]
+    error: str
+
+
+class Recording(NamedTuple):
+    """A recording that was read. One that was cut off, as of a killed process, is read as far as it goes."""
+
+    header: Header
+    moments: Sequence[Moment]
+
+    @property
+    def begins_with_rank(self) -> bool:
+        """Whether no event is missing before the first, so that it can be replayed."""
+        return self.header.first == 0
+
+
+class ReplayDifference(NamedTuple):
+    """A difference between a replay and its recording.
+
+    Attributes:
+        number: Number of the event, from 0.
+        recorded: Recorded effects, or the name of the error.
+        replayed: The same of the fresh core.
+    """
+
+    number: int
+    now: float
+    event: Event
+    recorded: Sequence[object]
+    replayed: Sequence[object]
+
+
+class Replay(NamedTuple):
+    """The result of a replay: how much was fed to the core and compared, and the first difference, if any."""
+
+    role: str
+    me: PeerId
+    num_events: int
+    num_effects: int
+    difference: ReplayDifference | None
+
+
+class RecordedReady:
+    """A stand-in for a device event in a replay."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def read_recording(file: BinaryIO) -> Recording:
+    """Read a recording.
+
+    Raises:
+        ConfigError: The file is not a recording, has another format, or is damaged.
+    """
+    frames = _frames(file)
+    try:
+        header = msgspec.msgpack.decode(next(frames), type=Header)
+    except (StopIteration, msgspec.DecodeError) as error:
+        raise ConfigError("file is not a recording") from error
+    if header.format != FORMAT:
+        raise ConfigError("recording has a different format", format=header.format, spoken=FORMAT)
+    try:
+        return Recording(header, [_moment(number, data) for number, data in enumerate(frames, header.first)])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError("recording is damaged", detail=str(error)) from error
+
+
+def replay(recording: Recording) -> Replay:
+    """Feed a recording that begins with its rank to a fresh core, and compare all effects up to the first difference.
+
+    Raises:
+        ConfigError: Earlier events are missing, or the settings are damaged.
+    """
+    header = recording.header
+    if header.first:
+        raise ConfigError("recording begins after its rank, so a fresh core cannot follow it", missing=header.first)
+    core: PrefillCore | DecodeCore
+    prefill: PrefillSettings | None = None
+    try:
+        if header.role == "prefill":
+            prefill = msgspec.msgpack.Decoder(PrefillSettings, dec_hook=_dec_hook).decode(header.settings)
+            core = PrefillCore(header.me, prefill)
+        else:
+            settings = msgspec.msgpack.Decoder(DecodeSettings, dec_hook=_dec_hook).decode(header.settings)
+            core = DecodeCore(header.me, settings)
+    except msgspec.DecodeError as error:
+        raise ConfigError("recording is damaged", detail=str(error)) from error
+    num_events = num_effects = 0
+    for moment in recording.moments:
+        event = moment.event
+        if isinstance(event, ev.HelloChecked) and not event.failure and prefill is not None:
+            event = msgspec.structs.replace(event, link=link_for(event.hello, prefill))
+        effects, error_name = _handle(core, event, moment.now)
+        num_events, num_effects = num_events + 1, num_effects + len(effects)
+        replayed = [(type(effect).__name__, msgspec.msgpack.decode(encode(shown(effect)))) for effect in effects]
+        if replayed != list(moment.effects) or error_name != moment.error:
+            found: Sequence[object] = [error_name] if error_name else effects
+            recorded: Sequence[object] = [moment.error] if moment.error else moment.effects
+            difference = ReplayDifference(moment.number, moment.now, moment.event, recorded, found)
+            return Replay(header.role, header.me, num_events, num_effects, difference)
+    return Replay(header.role, header.me, num_events, num_effects, None)
+
+
+def _handle(core: PrefillCore | DecodeCore, event: Event, now: float) -> tuple[list[Effect], str]:
+    try:
+        return list(core.handle(event, now)), ""  # type: ignore[arg-type] # recorded by a core of the same role
+    except KvflowError as error:
+        return [], type(error).__name__
+
+
+def _moment(number: int, data: bytes) -> Moment:
+    entry = msgspec.msgpack.decode(data, type=Entry)
+    effects = [(name, msgspec.msgpack.decode(effect)) for name, effect in entry.effects]
+    return Moment(number, entry.now, _event(entry.kind, entry.event), effects, entry.error)
+
+
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _event(kind: str, data: msgspec.Raw) -> Event:
+    if kind not in _decoders:
+        if kind not in EVENT_TYPES:
+            raise ConfigError("recording contains an event of an unknown kind", kind=kind)
+        _decoders[kind] = msgspec.msgpack.Decoder(EVENT_TYPES[kind], dec_hook=_dec_hook)
+    event: Event = _decoders[kind].decode(data)
+    return event
+
+
+def _dec_hook(kind: Any, value: Any) -> Any:
+    if kind is ev.ReadyEvent:
+        return RecordedReady()
+    dtype, data = value
+    return np.frombuffer(data, np.dtype(dtype))
+
+
+def _frames(file: BinaryIO) -> Iterator[bytes]:
+    while len(length := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        num_bytes = int.from_bytes(length, "little")
+        data = file.read(num_bytes)
+        if len(data) < num_bytes:
+            return
+        yield data
