@@ -1,8 +1,10 @@
 """Transfer metrics that vLLM logs and exports, in series of kvflow's own.
 
-vLLM's `vllm:nixl_*` series are not filled: they describe reads that decode posts, which kvflow does not have.
+vLLM's `vllm:nixl_*` series are not filled: they describe one read that decode posts for a request, which kvflow does
+not have.
 """
 
+from collections import Counter
 from typing import Any, Final
 
 from typing_extensions import override
@@ -17,6 +19,7 @@ __all__ = ["Metrics", "Stats"]
 SECONDS: Final = "kvflow_transfer_seconds"
 BYTES: Final = "kvflow_transfer_bytes"
 FAILURES: Final = "kvflow_failed_transfers"
+PARTS: Final = "kvflow_handover_part_seconds"
 RECOMPUTED: Final = "kvflow_recomputed_tokens"
 ABORTED: Final = "kvflow_aborted_transfers"
 HELD: Final = "kvflow_held_blocks"
@@ -26,14 +29,15 @@ COUNTERS: Final = {
     HELD: "Blocks kept out of the pool until nothing can be written to them any more.",
     FREED: "Such blocks that are back in the pool.",
 }
+TIMES: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 HISTOGRAMS: Final = {
     SECONDS: (
         "Time from decode's request for a KV cache until it had arrived, including the time until it was computed.",
-        (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+        TIMES,
     ),
     BYTES: ("Bytes received per transfer.", tuple(2.0 ** (10 + 2 * power) for power in range(13))),
 }
-SERIES: Final = (FAILURES, RECOMPUTED, *COUNTERS, *HISTOGRAMS)
+SERIES: Final = (FAILURES, RECOMPUTED, PARTS, *COUNTERS, *HISTOGRAMS)
 
 
 class Stats(KVConnectorStats):
@@ -74,6 +78,8 @@ class Stats(KVConnectorStats):
             handover = transfer.result()
             self.data[SECONDS].append(handover.elapsed_s)
             self.data[BYTES].append(handover.num_bytes)
+            if (breakdown := handover.breakdown) is not None:
+                self.data[PARTS].append(breakdown.parts)
 
     def note_recomputed(self, reason: str, num_tokens: int) -> None:
         """Record tokens that this server computes although it takes prompts over."""
@@ -87,10 +93,12 @@ class Stats(KVConnectorStats):
     @override
     def reduce(self) -> dict[str, Any]:
         seconds, reasons = self.data[SECONDS], sorted(set(self.data[FAILURES]))
+        slowest = Counter(max(parts, key=parts.__getitem__) for parts in self.data[PARTS]).most_common(1)
         return {
             "Received": len(seconds),
             "MB": round(sum(self.data[BYTES]) / 1e6, 1),
             "Mean s": round(sum(seconds) / max(1, len(seconds)), 3),
+            **({"Mostly": slowest[0][0]} if slowest else {}),
             "Blocks held": sum(self.data[HELD]),
             **({"Failures": " ".join(reasons)} if reasons else {}),
         }
@@ -106,6 +114,12 @@ class Metrics(KVConnectorPromMetrics):
             name="vllm:kvflow_failed_transfers",
             documentation="Transfers of KV caches that failed, by reason.",
             labelnames=[*labelnames, "reason"],
+        )
+        self._parts = self._histogram_cls(
+            name=f"vllm:{PARTS}",
+            documentation="Parts of the time of a received KV cache, from decode's request to vLLM's notice.",
+            buckets=TIMES,
+            labelnames=[*labelnames, "part"],
         )
         self._recomputed = self._counter_cls(
             name=f"vllm:{RECOMPUTED}",
@@ -130,6 +144,9 @@ class Metrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for reason in transfer_stats_data.get(FAILURES, ()):
             self._failures.labels(*self._labelvalues[engine_idx], reason).inc()
+        for parts in transfer_stats_data.get(PARTS, ()):
+            for part, seconds in parts.items():
+                self._parts.labels(*self._labelvalues[engine_idx], part).observe(seconds)
         for reason, num_tokens in transfer_stats_data.get(RECOMPUTED, ()):
             self._recomputed.labels(*self._labelvalues[engine_idx], reason).inc(num_tokens)
         for series, counter in self._counters.items():

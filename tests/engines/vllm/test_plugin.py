@@ -91,6 +91,7 @@ def test_series_are_filled() -> None:
         stats.data["kvflow_transfer_bytes"].append(2**20)
         stats.note_blocks(held=3, freed=1)
         stats.note_recomputed("no_ticket", 100)
+        stats.data["kvflow_handover_part_seconds"].append({"queue": 0.1, "wire": 0.5})
     assert not workers[0].is_empty()
     sent = workers[0].aggregate(workers[1]).take_values().data
     assert workers[0].is_empty()
@@ -107,8 +108,10 @@ def test_series_are_filled() -> None:
     assert found["vllm:kvflow_recomputed_tokens_totalno_ticket"] == 200
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
     assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
+    parts = {name: value for name, value in found.items() if "part_seconds_sum" in name}
+    assert [value for name, value in parts.items()] == [0.2, 1.0], parts
     assert not [name for name in found if name.startswith("vllm:nixl")]
-    assert Stats(sent).reduce()["Failures"] == "not_granted"
+    assert (Stats(sent).reduce()["Failures"], Stats(sent).reduce()["Mostly"]) == ("not_granted", "wire")
 
 
 def test_what_would_corrupt_caches_is_refused() -> None:
