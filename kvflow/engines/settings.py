@@ -24,6 +24,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         staging_bytes: As in `kvflow.RankConfig`.
         admin: As in `kvflow.RankConfig`.
         black_box: As in `kvflow.RankConfig`.
+        doctor: Run the checks of `kvflow doctor` in each worker when it starts, and log the findings.
         digest_every: As in `kvflow.DecodeConfig`.
         proofs: `kvflow.Proofs` to use instead of the defaults, on decode.
         affinity: CPUs of kvflow's threads.
@@ -43,6 +44,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_bytes: int | None = None
     admin: bool | str = True
     black_box: bool | str = True
+    doctor: bool = False
     digest_every: int = 0
     proofs: dict[str, Any] = {}
     affinity: tuple[int, ...] | None = None

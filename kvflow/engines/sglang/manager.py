@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
@@ -22,6 +22,8 @@ import kvflow
 import kvflow.blocking
 from kvflow import Endpoint, Memory, Outcome
 from kvflow.addresses import join_address
+from kvflow.engines.doctor import start_doctor
+from kvflow.engines.logs import adapter_logger
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from kvflow.engines.sglang.ends import TransferEnd
 
 __all__ = ["KvflowKVManager"]
+
+LOGGER: Final = adapter_logger(__name__)
 
 
 class KvflowKVManager(CommonKVManager):
@@ -64,6 +68,7 @@ class KvflowKVManager(CommonKVManager):
         self._quarantine = QuarantineWatch(self.settings.releases)
         try:
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+            start_doctor(self.settings, LOGGER, self._transport_options)
             if disaggregation_mode == DisaggregationMode.DECODE:
                 self._open_decode()
                 self._start_heartbeat_checker_thread()

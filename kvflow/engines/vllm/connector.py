@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
 
 from kvflow import ConfigError
+from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
@@ -179,6 +180,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             port=self._options.port and self._options.port + (parallel.data_parallel_rank_local or 0),
         )
         self._ranks = open_ranks(self._options, place, caches.layout)
+        start_doctor(self._options, LOGGER)
         self._worker = ConnectorWorker(
             caches,
             self._ranks,
