@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvflow.rank import Rank
     from kvflow.transfer import Transfer
 
-__all__ = ["RankAnswers", "RankFacts"]
+__all__ = ["RankAnswers", "RankFacts", "health_of"]
 
 MAX_LISTED: Final = 16
 """Maximum number of peers, and of missing proofs, in a row."""
@@ -94,7 +94,7 @@ class RankAnswers:
             case msg.StatusRequest():
                 return self._status()
             case msg.HealthRequest():
-                return msg.HealthAnswer(health=self._health())
+                return msg.HealthAnswer(health=health_of(self._rank, self._transfers))
             case msg.RoomsRequest(limit=limit):
                 transfers = self._transfers.by_key
                 rows = _rows_that_fit(self._room_row(*item) for item in self._transfers.oldest(limit))
@@ -133,39 +133,10 @@ class RankAnswers:
             fingerprint=shorten(rank.layout.fingerprint),
             draft_layers=rank.layout.num_draft_layers,
             is_draining=rank.is_draining,
-            health=self._health(),
+            health=health_of(self._rank, self._transfers),
             oldest_room_s=oldest[0] if oldest else None,
             statistics=_as_fields(rank.statistics()),
         )
-
-    def _health(self) -> msg.Health:
-        try:
-            self._rank.check_usable()
-        except LocalProtocolError as error:  # it is closing
-            return msg.Health(transfer="degraded", reason=str(error), live=True, ready=False)
-        except KvflowError as error:
-            reason = f"{error}: {shorten(describe(error.__cause__ or error))}"
-            return msg.Health(transfer="broken", reason=reason, live=False, ready=False)
-        refusal = self._refusal()
-        if refusal:
-            return msg.Health(transfer="degraded", reason=refusal, live=True, ready=False)
-        found = self._transfers.quarantined(1)
-        if found:
-            reason = f"transfers in quarantine: {self._transfers.num_quarantined}; the oldest is {found[0]}"
-            return msg.Health(transfer="degraded", reason=shorten(reason), live=True, ready=True)
-        return msg.Health(transfer="ok", reason="", live=True, ready=True)
-
-    def _refusal(self) -> str:
-        """Return why new rooms are refused; empty if they are not."""
-        if self._rank.is_draining:
-            return "the rank is draining"
-        try:
-            self._transfers.core.quarantine.check_admission()
-        except CapacityExceeded as error:
-            return str(error)
-        limit = self._rank.config.limits.transfers
-        num_rooms = self._rank.statistics().rooms
-        return f"{num_rooms} rooms are open: limits.transfers is {limit}" if num_rooms >= limit else ""
 
     def _room_row(self, key: RoomId, transfer: "Transfer") -> msg.RoomRow:
         line = transfer.log_line()
@@ -192,6 +163,38 @@ class RankAnswers:
             )
             raise LocalProtocolError(reason, id=name)
         return found[0]
+
+
+def health_of(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> msg.Health:
+    """Return whether a rank can transfer, and if not, why."""
+    try:
+        rank.check_usable()
+    except LocalProtocolError as error:  # it is closing
+        return msg.Health(transfer="degraded", reason=str(error), live=True, ready=False)
+    except KvflowError as error:
+        reason = f"{error}: {shorten(describe(error.__cause__ or error))}"
+        return msg.Health(transfer="broken", reason=reason, live=False, ready=False)
+    refusal = _refusal(rank, transfers)
+    if refusal:
+        return msg.Health(transfer="degraded", reason=refusal, live=True, ready=False)
+    found = transfers.quarantined(1)
+    if found:
+        reason = f"transfers in quarantine: {transfers.num_quarantined}; the oldest is {found[0]}"
+        return msg.Health(transfer="degraded", reason=shorten(reason), live=True, ready=True)
+    return msg.Health(transfer="ok", reason="", live=True, ready=True)
+
+
+def _refusal(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> str:
+    """Return why new rooms are refused; empty if they are not."""
+    if rank.is_draining:
+        return "the rank is draining"
+    try:
+        transfers.core.quarantine.check_admission()
+    except CapacityExceeded as error:
+        return str(error)
+    limit = rank.config.limits.transfers
+    num_rooms = rank.statistics().rooms
+    return f"{num_rooms} rooms are open: limits.transfers is {limit}" if num_rooms >= limit else ""
 
 
 def _quarantine_row(record: QuarantineRecord) -> msg.QuarantineRow:

@@ -1,20 +1,25 @@
 """Exports the metrics of ranks to Prometheus; needs `kvflow[prometheus]`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from threading import Lock
-from typing import Final, Protocol
+from threading import Lock, Thread
+from typing import Any, Final, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import msgspec
+from prometheus_client import REGISTRY, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
+from kvflow.admin.messages import Health
 from kvflow.errors import LocalProtocolError
 from kvflow.metrics import SERIES, Kind, Metric
 from kvflow.observe.histograms import Histogram
 
-__all__ = ["RankCollector"]
+__all__ = ["RankCollector", "make_app", "start_server"]
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -25,8 +30,21 @@ FAMILIES: Final[dict[Kind, type[Family]]] = {
 }
 
 
+PROBES: Final = {"/livez": "live", "/readyz": "ready"}
+"""Paths of probes, and the field of `Health` that decides."""
+
+WORST: Final = ("broken", "degraded", "ok")
+
+NO_RANK: Final = Health(transfer="degraded", reason="there is no rank", live=True, ready=False)
+
+WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
 class HasMetrics(Protocol):
     """A rank of `kvflow` or `kvflow.blocking`."""
+
+    def health(self) -> Health:
+        """Return whether it can transfer; raise LocalProtocolError or TimeoutError if it cannot tell."""
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return its series with their current values; raise LocalProtocolError or TimeoutError if it cannot."""
@@ -61,6 +79,15 @@ class RankCollector(Collector):
         with self._lock:
             self._ranks.remove(rank)
 
+    def health(self) -> Health:
+        """Return the health of the worst rank; live and ready are those of all."""
+        with self._lock:
+            ranks = list(self._ranks)
+        found = [_health_of(rank) for rank in ranks]
+        worst = min(found, key=lambda one: WORST.index(one.transfer), default=NO_RANK)
+        is_live, is_ready = all(one.live for one in found), bool(found) and all(one.ready for one in found)
+        return Health(transfer=worst.transfer, reason=worst.reason, live=is_live, ready=is_ready)
+
     def describe(self) -> Iterable[Family]:
         """Return all families without samples, by which a registry finds that names are taken."""
         return [FAMILIES[series.kind](series.name, series.meaning) for series in SERIES]
@@ -77,6 +104,63 @@ class RankCollector(Collector):
                     family = families[metric.name] = FAMILIES[metric.kind](metric.name, metric.meaning)
                 _add_samples(family, metric)
         yield from families.values()
+
+
+def make_app(collector: RankCollector, registry: Collector = REGISTRY) -> WsgiApp:
+    """Return a WSGI application for metrics and for probes.
+
+    `/livez` and `/readyz` answer 200, or 503 if a rank is broken, or is not ready; the body is JSON: the state of the
+    worst rank ("ok", "degraded" or "broken") as `transfer`, and its `reason`. All other paths are the metrics.
+
+    Args:
+        collector: Has the ranks that probes are about.
+        registry: What is exported; `collector` should be registered with it.
+    """
+    metrics: WsgiApp = make_wsgi_app(registry)
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        decides = PROBES.get(environ["PATH_INFO"])
+        if decides is None:
+            return metrics(environ, start_response)
+        health = collector.health()
+        status = "200 OK" if getattr(health, decides) else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "application/json")])
+        return [msgspec.json.encode(health)]
+
+    return serve
+
+
+def start_server(port: int, collector: RankCollector, host: str = "", registry: Collector = REGISTRY) -> WSGIServer:
+    """Serve `make_app` in a daemon thread; call `shutdown` and `server_close` of the result to end it.
+
+    Args:
+        port: TCP port; 0 for a free one.
+        collector: As for `make_app`.
+        host: Address to bind; by default, all.
+        registry: As for `make_app`.
+    """
+    app = make_app(collector, registry)
+    server = make_server(host, port, app, ThreadingWSGIServer, handler_class=SilentHandler)
+    Thread(target=server.serve_forever, name="kvflow-metrics", daemon=True).start()
+    return server
+
+
+class SilentHandler(WSGIRequestHandler):
+    """Handles a request without a line on standard error."""
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _health_of(rank: HasMetrics) -> Health:
+    try:
+        return rank.health()
+    except LocalProtocolError as error:
+        return Health(transfer="degraded", reason=str(error), live=True, ready=False)
+    except TimeoutError:
+        reason = "its event loop has not answered within 10 s"
+        return Health(transfer="broken", reason=reason, live=False, ready=False)
 
 
 def _metrics_of(rank: HasMetrics) -> Iterable[Metric]:

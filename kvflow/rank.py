@@ -14,12 +14,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import ClassVar, Final, Generic, Protocol, Self, TypeVar
 
+from kvflow.admin.messages import Health
 from kvflow.aio.alarm import Alarm
 from kvflow.aio.pulse import Pulse
 from kvflow.aio.shield import run_shielded
 from kvflow.aio.tasks import OwnedTasks
 from kvflow.aio.yielding_queue import YieldingQueue
-from kvflow.answers import RankAnswers, RankFacts
+from kvflow.answers import RankAnswers, RankFacts, health_of
 from kvflow.backends import create_backend
 from kvflow.backends.base import Backend, BackendEvent
 from kvflow.backends.shared import RankEndpoint, SharedBackend
@@ -270,13 +271,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         return self._is_draining and not self._transfers.num_unsettled
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Start draining, and wait until everything has finished.
+        """Start draining, wait until everything has finished, and return `is_drained`.
 
         Args:
             timeout_s: How long to wait; no limit by default. Transfers still open after that fail when the rank closes.
-
-        Returns:
-            The value of `is_drained`.
 
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
@@ -365,6 +363,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         rank = self.me.rank
         labels = {"role": self._role, "instance_name": rank.instance, "engine_rank": str(rank.engine_rank)}
         return collect_metrics(self.call_on_loop(self.statistics), labels)
+
+    def health(self) -> Health:
+        """Return whether the rank can transfer, and why not; from any thread, with the errors of `metrics`."""
+        return self.call_on_loop(lambda: health_of(self, self._transfers))
 
     def _post_counts(self) -> PostCounts:
         """Count writes; a decode rank makes none."""

@@ -197,6 +197,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
 
     statistics = call_on_loop(Rank.statistics)
     metrics = call_on_loop(Rank.metrics)
+    health = call_on_loop(Rank.health)
     quarantined = call_on_loop(Rank.quarantined)
     release = call_on_loop(Rank.release)
     reload_trust = call_on_loop(Rank.reload_trust)

@@ -55,6 +55,11 @@ def _show(arguments: argparse.Namespace) -> int:
     return 1 if any(isinstance(one.status, str) for one in found) else 0
 
 
+def _show_peers(by_state: dict[str, int]) -> str:
+    """Return how many peers there are in each state, or 0."""
+    return ", ".join(f"{count} {state}" for state, count in by_state.items() if count) or "0"
+
+
 def _silent(one: AskedRank) -> dict[str, str]:
     return {"socket": str(one.path), "error": str(one.status)}
 
@@ -75,7 +80,7 @@ def _row(one: AskedRank) -> tuple[Any, ...]:
         show_duration(status.oldest_room_s),
         counts.get("queued_chunks"),
         counts.get("posted"),
-        counts.get("peers"),
+        _show_peers(counts.get("peers_by_state", {})),
         counts.get("quarantined"),
         show_duration(counts.get("loop_lag", {}).get("maximum")),
     )

@@ -1,7 +1,9 @@
 """Metrics: each transfer and failure moves the documented series, and no others; Prometheus reads them."""
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import anyio
@@ -12,6 +14,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvflow
+from kvflow.admin.messages import Health
 from kvflow.backends.memory import MemoryBackend
 from kvflow.blocking import DecodeRank as BlockingDecodeRank
 from kvflow.blocking import LoopThread
@@ -19,7 +22,8 @@ from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError, PagesInUse
 from kvflow.metrics import SERIES, Metric
 from kvflow.observe.histograms import Histogram
-from kvflow.prometheus import RankCollector
+from kvflow.prometheus import RankCollector, start_server
+from tests.service.test_closing import crash, leave_broken
 from tests.support.failures import catch, undisturbed
 from tests.support.instances import PAGE_SIZE, PATIENT, QUICK, Deployment, decode_config, deploy, make_pool
 from tests.support.ports import unused_port
@@ -356,3 +360,62 @@ def test_names_say_what_they_count_as_prometheus_wants() -> None:
         unit = series.unit.replace(" ", "_")
         if unit in ("seconds", "bytes", "bytes_per_second"):
             assert series.name.removesuffix("_total").endswith(unit)
+
+
+def asked(port: int, path: str) -> tuple[int, dict[str, object]]:
+    """Return the status of a probe over HTTP, and its answer."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}{path}", timeout=100) as response:
+            return response.status, json.load(response)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+@pytest.mark.anyio
+async def test_metrics_port_answers_probes() -> None:
+    async with deploy() as deployment:
+        collector, registry = RankCollector(*deployment.prefill, *deployment.decode), CollectorRegistry()
+        registry.register(collector)
+        server = start_server(0, collector, "127.0.0.1", registry)
+        try:
+            ok = {"transfer": "ok", "reason": "", "live": True, "ready": True}
+            for path in ("/livez", "/readyz"):
+                assert await anyio.to_thread.run_sync(asked, server.server_port, path) == (200, ok)
+            text = await anyio.to_thread.run_sync(read, f"http://127.0.0.1:{server.server_port}/metrics")
+            assert "kvflow_rooms{" in text
+
+            deployment.prefill[0].start_drain()
+            draining = {"transfer": "degraded", "reason": "the rank is draining", "live": True, "ready": False}
+            assert await anyio.to_thread.run_sync(asked, server.server_port, "/livez") == (200, draining)
+            assert await anyio.to_thread.run_sync(asked, server.server_port, "/readyz") == (503, draining)
+
+            await crash(deployment.decode[0])
+            status, health = await anyio.to_thread.run_sync(asked, server.server_port, "/livez")
+            assert (status, health["transfer"], health["live"]) == (503, "broken", False)
+            assert "ZeroDivisionError" in str(health["reason"])
+        finally:
+            await anyio.to_thread.run_sync(server.shutdown)
+            server.server_close()
+        await leave_broken(deployment, deployment.decode[0])
+
+
+def test_process_without_an_open_rank_is_live_and_not_ready() -> None:
+    assert RankCollector().health().reason == "there is no rank"
+    rank = kvflow.DecodeRank(decode_config(None), make_pool().layout)
+    health = RankCollector(rank).health()
+    assert (health.live, health.ready) == (True, False)
+    assert "rank is not open" in health.reason
+
+
+def test_rank_whose_event_loop_is_stuck_is_not_live() -> None:
+    class Stuck:
+        def metrics(self) -> tuple[Metric, ...]:
+            raise TimeoutError
+
+        def health(self) -> Health:
+            raise TimeoutError
+
+    health = RankCollector(Stuck()).health()
+    assert (health.transfer, health.live) == ("broken", False)
+    assert "has not answered" in health.reason

@@ -34,7 +34,7 @@ RANKS: Final = "kvflow.blocking.ranks"
 """Where arguments of a constructor are documented by the base class."""
 
 DRAIN: Final = ("is_drained", "drain")
-RANK: Final = ("metrics", "reload_trust", "start_drain", "is_draining", *DRAIN, "quarantined", "release")
+RANK: Final = ("metrics", "health", "reload_trust", "start_drain", "is_draining", *DRAIN, "quarantined", "release")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -102,7 +102,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.observe.histograms.Histogram": ("count",),
         "kvflow.metrics.Metric": (),
         "kvflow.metrics.Sample": (),
-        "kvflow.prometheus.RankCollector": ("add_rank", "remove_rank"),
+        "kvflow.admin.messages.Health": (),
+        "kvflow.prometheus.RankCollector": ("add_rank", "remove_rank", "health"),
+        "kvflow.prometheus.start_server": (),
+        "kvflow.prometheus.make_app": (),
         "kvflow.configure_logging": (),
         "kvflow.known_backends": (),
     },
