@@ -24,7 +24,7 @@ COMMANDS = {
     "drain": "kvflow.cli.drain",
     "health": "kvflow.cli.health",
     "doctor": "kvflow.cli.doctor",
-    "replay": "kvflow.cli.replay",
+    "incident": "kvflow.cli.incident.command",
 }
 """Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""
 

@@ -282,26 +282,28 @@ def rewritten(path: Path, folder: Path, number: int, entry: dict[int, object]) -
     return copy
 
 
-def test_command_says_that_there_is_no_difference(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(recordings / "decode")]) == 0
-    head, found = capsys.readouterr().out.splitlines()
+def test_command_says_that_code_and_recording_agree(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["incident", str(recordings / "decode")]) == 0
+    head, *_, found = capsys.readouterr().out.splitlines()
     result = replayed(recordings / "decode")
-    assert head.startswith("decode rank decode/0, incarnation ")
-    assert head.endswith(f": {result.num_events} events, {result.num_effects} effects")
-    assert found == "no difference"
+    assert head.startswith(f"decode rank decode/0@{result.me.incarnation:016x}: {result.num_events} events of ")
+    assert found.startswith(f"replay of decode/0: {result.num_events} events, {result.num_effects} effects: ")
+    assert found.endswith("code and recording agree")
 
 
 def test_command_shows_the_first_difference(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = rewritten(recordings / "prefill", tmp_path, 4, {3: [["Disconnect", b"whatever"]]})
-    assert main(["replay", str(path)]) == 1
-    head, difference, *lists = capsys.readouterr().out.splitlines()
-    assert ": 5 events, " in head
+    path = rewritten(recordings / "prefill", tmp_path, 4, {3: [["DisconnectTransport", {"peer": 1}]]})
+    assert main(["incident", str(path)]) == 1
+    text = capsys.readouterr().out
     kind = msgspec.msgpack.decode(frames(path.read_bytes())[5][LENGTH_BYTES:])[1]
-    assert difference.startswith("difference at event 4, at ")
+    head, difference, *lists = text[text.index("replay of ") :].splitlines()
+    assert ": 5 events, " in head
+    assert head.endswith("code and recording differ")
+    assert difference.startswith("  event 4, at ")
     assert f" s: {kind}(" in difference
-    assert lists[:2] == ["  recorded:", "    ('Disconnect', b'whatever')"]
+    assert lists[:2] == ["  recorded:", "    ('DisconnectTransport', {'peer': 1})"]
     assert lists[2] == "  replayed:"
     assert len(lists) > 3
 
@@ -310,7 +312,7 @@ def test_command_shows_an_error_that_was_recorded(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = rewritten(recordings / "decode", tmp_path, 0, {3: [], 4: "CapacityExceeded"})
-    assert main(["replay", str(path)]) == 1
+    assert main(["incident", str(path)]) == 1
     assert "  recorded:\n    CapacityExceeded\n  replayed:\n" in capsys.readouterr().out
 
 
@@ -327,7 +329,7 @@ def test_command_refuses_a_damaged_recording(
     said: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["replay", str(rewritten(recordings / "decode", tmp_path, number, entry))]) == 2
+    assert main(["incident", str(rewritten(recordings / "decode", tmp_path, number, entry))]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -338,5 +340,5 @@ def test_command_refuses_what_is_no_recording(
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
-    assert main(["replay", str(path)]) == 2
+    assert main(["incident", str(path)]) == 2
     assert "recording" in capsys.readouterr().err

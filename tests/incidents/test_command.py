@@ -1,0 +1,222 @@
+"""Five staged incidents, each told by `kvflow incident` from the files of both sides."""
+
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+import kvflow
+from kvflow.admin.client import ask, find_sockets
+from kvflow.admin.incident_files import ENDING
+from kvflow.admin.messages import IncidentAnswer, IncidentRequest
+from kvflow.cli import main as cli
+from kvflow.cli.main import main
+from kvflow.config import Timeouts
+from kvflow.state.recorder import encode, frame
+from kvflow.state.replay import read_recording
+from tests.incidents.test_black_box import corrupt, settings_in
+from tests.service.test_replay import frames
+from tests.support.failures import catch
+from tests.support.instances import decode_config, deploy, make_pool
+from tests.support.prefill_client import prefill_process, receive
+from tests.support.prefill_process import FILL
+from tests.support.waiting import until
+
+Capture = pytest.CaptureFixture[str]
+Stage = Callable[[Path], Awaitable[None]]
+
+AGREE = "code and recording agree"
+
+
+def told(directory: Path, capsys: Capture, *options: str) -> str:
+    """Return what the command says about all files in a directory."""
+    capsys.readouterr()
+    assert main(["incident", *map(str, sorted(directory.glob(f"*{ENDING}"))), *options]) == 0
+    return capsys.readouterr().out
+
+
+async def ask_now(directory: Path) -> None:
+    """Have all ranks with sockets in a directory write files."""
+    for path in find_sockets(directory):
+        answer = (await anyio.to_thread.run_sync(ask, path, IncidentRequest(), 30.0)).parse(IncidentAnswer)
+        assert isinstance(answer, IncidentAnswer)
+        await until(Path(answer.path).exists)
+
+
+def for_both(directory: Path, **settings: object) -> dict[str, Any]:
+    return {side: {"black_box": directory, **settings} for side in ("sending", "receiving")}
+
+
+async def stage_corruption(directory: Path) -> None:
+    async with deploy(digest_every=1, **settings_in(directory)) as deployment:
+        await deployment.request(2, 8).hand_over()
+        await corrupt(deployment)
+
+
+async def stage_killed_peer(directory: Path) -> None:
+    """Kill a prefill process that has sent a part; its own recording is that of `record`."""
+    timeouts = Timeouts(lease_s=1.0, drain_s=0.3)
+    pool = make_pool()
+    async with kvflow.Registry() as registry:
+        config = decode_config(registry.endpoint, backend="nixl", timeouts=timeouts, black_box=directory)
+        async with (
+            kvflow.DecodeRank(config, pool.layout) as decode,
+            prefill_process(registry.endpoint, 0, record=str(directory / f"p{ENDING}")) as prefill,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(catch, partial(receive, decode, 1))
+            await prefill.tell("send", room=1)
+            await prefill.expect("half", 1)
+            await until(lambda: any((buffer == FILL).any() for buffer in pool.buffers))
+            prefill.send_signal(signal.SIGKILL)
+
+
+async def stage_partition(directory: Path) -> None:
+    """Let no message of decode through while a write hangs: decode gives up, and prefill does not know."""
+    async with deploy(**for_both(directory, admin=directory)) as deployment:
+        (faults,), (decode,), (prefill,) = deployment.faults, deployment.decode, deployment.prefill
+        await deployment.request(2, 8).hand_over()
+        faults.hold()
+        request = deployment.request(1, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            async with request.receiver(timeout_s=0.5) as receiver:
+                await until(lambda: len(faults.posted) == 2)
+                connections = decode._connections
+                connections.send, before = lambda *_: None, connections.send  # type: ignore[method-assign]
+                await catch(receiver.done)
+            await until(partial(is_later, prefill, prefill.now() + 1.0))
+            async with prefill.send(3) as sender:
+                sender.abort()
+            await ask_now(directory)
+            connections.send = before  # type: ignore[method-assign]
+            faults.release()
+
+
+def is_later(rank: kvflow.PrefillRank, at: float) -> bool:
+    return rank.now() > at
+
+
+async def stage_quarantine(directory: Path) -> None:
+    """Abort a room whose write hangs."""
+    async with deploy(**for_both(directory)) as deployment:
+        (faults,), (decode,) = deployment.faults, deployment.decode
+        faults.hold()
+        request = deployment.request(1, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(catch, request.send)
+            async with request.receiver() as receiver:
+                await until(lambda: faults.posted)
+                receiver.abort()
+            await until(decode.quarantined)
+            faults.release()
+
+
+async def stage_crossing(directory: Path) -> None:
+    """Let a cancel be under way together with its grant while prefill opens the room."""
+    async with deploy(**for_both(directory, admin=directory)) as deployment:
+        await deployment.request(2, 8).hand_over()
+        request = deployment.request(1, 8)
+        receiver = request.receiver()
+        receiver.open()
+        receiver.abort()
+        await catch(request.send)
+        await receiver.until_safe()
+        await ask_now(directory)
+
+
+WRONG: Final[dict[Stage, tuple[str, ...]]] = {
+    stage_corruption: (
+        r"first: .* decode/0: what has arrived is not what was sent: prefill/0: tokens 0:8 of component kv",
+        r"ended: decode/0: failed, safe \(corrupt\)",
+    ),
+    stage_killed_peer: (
+        r"first: .* decode/0: the (connection to|process of) prefill/0@\w+ (was lost|has ended)",
+        r"ended: prefill/0: not reported yet",
+        r"the process of prefill/0|probe_finished",
+    ),
+    stage_partition: (
+        r"lost: cancel from decode/0 at .* did not arrive at prefill/0",
+        r"under way: the write of prefill/0 to decode/0 from",
+        r"first: .* decode/0: deadline: ",
+        r"ended: prefill/0: failed, quarantined \(deadline\)",
+        r"missing proof: decode/0: prefill/0@\w+ must send Drained",
+    ),
+    stage_quarantine: (
+        r"first: .* decode/0: the engine gave the room up",
+        r"missing proof: decode/0: prefill/0@\w+ must send Drained",
+        r"missing proof: prefill/0: the transport of this rank must report the end of its writes",
+    ),
+    stage_crossing: (
+        r"first: .* decode/0: the engine gave the room up",
+        r"ended: prefill/0: failed, safe \(aborted\)",
+        r"prefill/0  message_arrived room=1 .* message=cancel",
+    ),
+}
+"""What is said of each incident."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[Stage, Path]:
+    """The files of each incident, which is staged once."""
+    found: dict[Stage, Path] = {}
+    for number, stage in enumerate(WRONG):
+        found[stage] = tmp_path_factory.mktemp(f"i{number}")
+        anyio.run(stage, found[stage])
+    return found
+
+
+@pytest.mark.host_memory
+@pytest.mark.parametrize("stage", WRONG)
+def test_an_incident_is_told_and_replayed(stage: Stage, directories: dict[Stage, Path], capsys: Capture) -> None:
+    text = told(directories[stage], capsys, "--room", "1")
+    for pattern in WRONG[stage]:
+        assert re.search(pattern, text), (pattern, text)
+    assert len(re.findall(AGREE, text)) == 2
+    assert re.search(r"clock of decode/0: [\d.]+ s (behind|ahead of) prefill/0, give or take [\d.]+ ms", text)
+    times = [float(time) for time in re.findall(r"^ +(-?\d+\.\d{6})  ", text, re.MULTILINE)]
+    assert len(times) > 5
+    assert times == sorted(times)
+    assert times[0] == 0.0
+
+
+def test_a_recording_without_its_beginning_is_told_and_not_replayed(
+    directories: dict[Stage, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    (path,) = directories[stage_corruption].glob("decode-*")
+    recording = read_recording(BytesIO(path.read_bytes()))
+    header, *entries = frames(path.read_bytes())
+    later = msgspec.structs.replace(recording.header, first=5)
+    (tmp_path / f"later{ENDING}").write_bytes(b"".join([frame(encode(later)), *entries[5:]]))
+    assert header not in entries
+    text = told(tmp_path, capsys)
+    assert "replay of decode/0: not possible, as its first 5 events are missing" in text
+    assert "what has arrived is not what was sent" in text
+    joined = told(tmp_path, capsys, str(path))
+    assert AGREE in joined
+
+
+@pytest.mark.parametrize("options", [[], ["file", "--now"], ["/nowhere"]])
+def test_what_cannot_be_read_is_an_error(options: list[str], capsys: Capture) -> None:
+    assert main(["incident", *options]) == 2
+    assert "kvflow incident: " in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_files_are_written_now(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_ended_by_interrupt", lambda _: nullcontext())  # only the main thread may have handlers
+    options = ["incident", "--now", "--socket", str(tmp_path), "--timeout", "30"]
+    async with deploy(**for_both(tmp_path / "files", admin=tmp_path)):
+        assert await anyio.to_thread.run_sync(main, options) == 0
+        paths = capsys.readouterr().out.splitlines()
+    assert sorted(map(Path, paths)) == sorted((tmp_path / "files").iterdir())
+    assert len(paths) == 2
