@@ -1,13 +1,27 @@
 """Checks of single settings and arguments. Errors name the setting and its value."""
 
 import operator
+import re
 from typing import Final
 
 from kvflow.errors import ConfigError
 
-__all__ = ["check_argument", "check_duration", "check_integer", "check_type", "set_field"]
+__all__ = [
+    "check_argument",
+    "check_duration",
+    "check_integer",
+    "check_traceparent",
+    "check_type",
+    "is_traceparent",
+    "set_field",
+]
 
 MAX_DURATION_S: Final = 86_400.0
+
+TRACEPARENT: Final = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{,400})?"
+)
+"""W3C Trace Context; versions above 00 may append more."""
 
 
 def check_type(setting: str, value: object, *kinds: type) -> None:
@@ -50,6 +64,20 @@ def check_integer(setting: str, value: object, minimum: int, maximum: int) -> in
             "setting must be an integer in range", setting=setting, value=value, minimum=minimum, maximum=maximum
         )
     return number
+
+
+def is_traceparent(text: str) -> bool:
+    """Return whether a text is a `traceparent` of W3C Trace Context."""
+    return TRACEPARENT.fullmatch(text) is not None and (len(text) == 55 or not text.startswith("00"))
+
+
+def check_traceparent(value: object) -> str:
+    """Return a `traceparent`, or an empty text for None; raise ConfigError for anything else."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not is_traceparent(value):
+        raise ConfigError("traceparent is not one of W3C Trace Context", argument="traceparent", value=value)
+    return value
 
 
 def set_field(config: object, name: str, value: object) -> None:

@@ -32,7 +32,7 @@ from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import Memory
-from kvflow.transfer import reason_of
+from kvflow.transfer import Tracer, reason_of
 from kvflow.trust import Trust
 from kvflow.wire.messages import Ack, Failure, Goodbye
 
@@ -49,6 +49,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         layout: The pools to receive into; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the configured one; a `SharedBackend` if ranks of this process share it.
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
+        tracer: Makes a span of each transfer, see `kvflow.otel.TransferTracer`.
 
     Raises:
         ConfigError: `config` is not a `DecodeConfig`, `layout` is not a `KVLayout`, the backend is unknown, or
@@ -69,12 +70,13 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         backend: Backend | SharedBackend | None = None,
         *,
         ports: Ports | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         check_argument("config", config, DecodeConfig)
         check_argument("layout", layout, KVLayout)
         if config.digest_every and not layout.is_on_host:
             raise ConfigError("digests require host memory", digest_every=config.digest_every, memory_kind="VRAM")
-        super().__init__(config, layout, backend, ports=ports)
+        super().__init__(config, layout, backend, ports=ports, tracer=tracer)
         if config.proofs.queue_pairs_die_with_process_s is not None and not self._backend.capabilities.queue_pairs:
             raise ConfigError(
                 "queue_pairs_die_with_process_s requires a transport with queue pairs",
@@ -118,8 +120,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
 
         Raises:
             PlanError: A page table does not match the pool or the tokens, or digests were requested for device memory.
-            ConfigError: `num_ranks`, `timeout_s`, `priority`, `digest` or `capability` is invalid, or `prefill` needs a
-                registry.
+            ConfigError: `num_ranks`, `timeout_s`, `priority`, `digest`, `capability` or `traceparent` is invalid, or
+                `prefill` needs a registry.
             TicketError: The ticket is malformed, not signed as required, for another room, model or protocol version,
                 or its address is not in `allowed_hosts`.
             LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
@@ -135,7 +137,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         except KvflowError as error:
             self._decline_soon(_declined(asked.opened, self.failure(reason_of(error), str(error))))
             raise
-        return RoomReceiver(self, asked.opened, wanted, asked.label)
+        return RoomReceiver(self, asked, asked.opened, wanted)
 
     def announce(
         self, room: RoomId | None = None, *, prefill: Prefill, **options: Unpack[ReceiveOptions]
@@ -152,7 +154,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             options: See `kvflow.ReceiveOptions`.
 
         Raises:
-            ConfigError: `num_ranks`, `timeout_s`, `priority` or `capability` is invalid, or `prefill` needs a registry.
+            ConfigError: `num_ranks`, `timeout_s`, `priority`, `capability` or `traceparent` is invalid, or `prefill`
+                needs a registry.
             TicketError: As in `receive`.
             LocalProtocolError: `room`, `prefill` or `label` is invalid. On entry: the room is already being received,
                 or the rank is not open.
@@ -163,7 +166,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         asked = self._check_request(room, prefill, **options)
         timeout_s = self._checks.timeout_of(asked.timeout_s)
         opened = msgspec.structs.replace(asked.opened, timeout_s=timeout_s, is_announced=True)
-        return RoomReceiver(self, opened, None, asked.label)
+        return RoomReceiver(self, asked, opened, None)
 
     def decline(
         self, room: RoomId | None = None, *, prefill: Prefill, detail: str, capability: str | None = None
@@ -219,6 +222,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
 
         Raises as `open_transfer`. Nothing is wanted of a room that is only announced.
         """
+        if receiver.trace_context.is_malformed:
+            self._anomalies.count("traceparent_malformed")
         generation = next(self._generations)
         # Cheaper by a large factor than reading random bytes from the system each time.
         number = generation.to_bytes(8, "little")

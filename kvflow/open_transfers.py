@@ -20,7 +20,7 @@ from kvflow.room import RoomId
 from kvflow.state import effects as ef
 from kvflow.state.quarantine import Footprint, MissingProof, ProofKind, Quarantine
 from kvflow.state.tables import Memory, Outcome
-from kvflow.transfer import AT_REST, Transfer, check_room
+from kvflow.transfer import AT_REST, Tracer, Transfer, check_room
 from kvflow.wire.messages import Failure, PeerId
 
 __all__ = ["OpenTransfers", "QuarantineRecord", "QuarantineView"]
@@ -92,6 +92,7 @@ class OpenTransfers(Generic[AnyTransfer]):
         num_unsettled: How many have no outcome yet, or pages that are neither safe nor in quarantine.
         takes_proofs: False once the core reports no more.
         totals: What the transfers so far add up to.
+        tracer: Makes spans of them.
         core: Set it before a transfer is reported.
         note_incident: Called with what has gone wrong, the room, and the missing proofs.
     """
@@ -99,7 +100,8 @@ class OpenTransfers(Generic[AnyTransfer]):
     core: QuarantineView
     note_incident: NoteIncident
 
-    def __init__(self, layout: KVLayout, log: BoundLogger) -> None:
+    def __init__(self, layout: KVLayout, log: BoundLogger, tracer: Tracer | None = None) -> None:
+        self.tracer = tracer
         self.by_key: dict[RoomId, AnyTransfer] = {}
         self.num_unsettled = 0
         self.totals = TransferTotals()
@@ -113,11 +115,15 @@ class OpenTransfers(Generic[AnyTransfer]):
         before = self.by_key.get(key)
         self.by_key[key] = transfer
         self.num_unsettled += 1
+        if self.tracer is not None:
+            self.tracer.begin_span(transfer)
         return before
 
     def remove_refused(self, key: RoomId, transfer: AnyTransfer, before: AnyTransfer | None) -> None:
         """Remove a transfer that the core has refused; `before` has its key again."""
         transfer.mark_refused()
+        if self.tracer is not None:
+            self.tracer.end_span(transfer)
         if self.takes_proofs:
             self.num_unsettled -= 1
         del self.by_key[key]
@@ -131,18 +137,17 @@ class OpenTransfers(Generic[AnyTransfer]):
             return
         was_pending, before = transfer.outcome is Outcome.PENDING, transfer.memory
         transfer.report(effect.outcome, effect.memory, effect.failure)
-        is_quarantined = effect.memory is Memory.QUARANTINED
         is_over = effect.outcome is not Outcome.PENDING
         if was_pending and is_over:
             self.totals.ended[effect.outcome, None if effect.failure is None else effect.failure.reason] += 1
+            if self.tracer is not None:
+                self.tracer.end_span(transfer)
             if LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
                 log_transfer(self._log, transfer.log_line())
             if effect.failure is not None and effect.failure.reason not in ORDERLY:
                 self.note_incident(f"{effect.failure.reason.value}: {effect.failure.detail}", transfer.room)
-        if is_quarantined and before is not Memory.QUARANTINED:
-            self._log_quarantined(key, transfer)
-        elif before is Memory.QUARANTINED and not is_quarantined:
-            self._log.info("quarantine_left", room=transfer.room, quarantined=len(self.core.quarantine))
+        if (effect.memory is Memory.QUARANTINED) is not (before is Memory.QUARANTINED):
+            self._log_quarantine(key, transfer)
         if effect.memory is Memory.SAFE and is_over:
             del self.by_key[key]
         if is_over and effect.memory in AT_REST and (was_pending or before not in AT_REST):
@@ -156,11 +161,14 @@ class OpenTransfers(Generic[AnyTransfer]):
         self.note_incident(f"{failure.reason.value}: {failure.detail}")
         for transfer in list(self.by_key.values()):
             outcome = transfer.outcome
-            if outcome is Outcome.PENDING:
+            was_pending = outcome is Outcome.PENDING
+            if was_pending:
                 outcome = Outcome.FAILED
                 self.totals.ended[outcome, failure.reason] += 1
             memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
             transfer.report(outcome, memory, transfer.failure or failure)
+            if was_pending and self.tracer is not None:
+                self.tracer.end_span(transfer)
         self.num_unsettled = 0
         self._settled.set()
 
@@ -240,7 +248,11 @@ class OpenTransfers(Generic[AnyTransfer]):
             ),
         )
 
-    def _log_quarantined(self, key: RoomId, transfer: AnyTransfer) -> None:
+    def _log_quarantine(self, key: RoomId, transfer: AnyTransfer) -> None:
+        """Log that the pages of a transfer have entered the quarantine, or left it."""
+        if not transfer.is_quarantined:
+            self._log.info("quarantine_left", room=transfer.room, quarantined=len(self.core.quarantine))
+            return
         record = self._record_of(key, transfer)
         self._log.warning(
             "pages_quarantined",

@@ -12,10 +12,12 @@ class SendOptions(TypedDict, total=False):
         label: The engine's own ID for the request, for log lines; not sent to the other side.
         defer_lease: `Timeouts.grant_s` starts with `start_lease`, not with the last chunk. For engines that answer the
             router later than they compute: no decode rank can ask before it has the ticket.
+        traceparent: W3C trace context of the engine's span for the request, see docs/tracing.md.
     """
 
     label: str | None
     defer_lease: bool
+    traceparent: str | None
 
 
 class ReceiveOptions(TypedDict, total=False):
@@ -31,6 +33,7 @@ class ReceiveOptions(TypedDict, total=False):
         label: The engine's own ID for the request, for log lines; not sent to the other side.
         capability: A capability from the router, if prefill requires one (`kvflow.make_capability`); by default, the
             one in the ticket.
+        traceparent: W3C trace context of the engine's span for the request, see docs/tracing.md.
     """
 
     num_ranks: int | None
@@ -38,3 +41,4 @@ class ReceiveOptions(TypedDict, total=False):
     priority: int
     label: str | None
     capability: str | None
+    traceparent: str | None

@@ -9,7 +9,7 @@ from typing_extensions import Unpack, override
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.bounds import Bounds
-from kvflow.checks import check_argument
+from kvflow.checks import check_argument, check_traceparent
 from kvflow.config import PrefillConfig
 from kvflow.control.reading import OrderedReading
 from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
@@ -37,7 +37,7 @@ from kvflow.state import events as ev
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.settings import PrefillSettings
 from kvflow.statistics import PostCounts
-from kvflow.transfer import check_room
+from kvflow.transfer import Tracer, check_room
 from kvflow.trust import ClientKeys, Trust
 from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
@@ -66,6 +66,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         layout: The pools to send from; they must stay allocated until the rank is closed.
         backend: A transport to use instead of the configured one; a `SharedBackend` if ranks of this process share it.
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
+        tracer: Makes a span of each transfer, see `kvflow.otel.TransferTracer`.
 
     Raises:
         ConfigError: `config` is not a `PrefillConfig`, `layout` is not a `KVLayout`, the control address cannot be
@@ -86,10 +87,11 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         backend: Backend | SharedBackend | None = None,
         *,
         ports: Ports | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         check_argument("config", config, PrefillConfig)
         check_argument("layout", layout, KVLayout)
-        super().__init__(config, layout, backend, ports=ports)
+        super().__init__(config, layout, backend, ports=ports, tracer=tracer)
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
         self._endpoint: str | None = None
@@ -126,7 +128,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         """
         return RoomSender(self, room, **options)
 
-    def ticket(self, room: RoomId) -> dict[str, object]:
+    def ticket(self, room: RoomId, *, traceparent: str | None = None) -> dict[str, object]:
         """Return a ticket: what a decode rank needs to receive a room from this instance. Routers pass it on as is.
 
         It is a small JSON-serialisable dict. It identifies this process, so decode ranks reject it after this rank has
@@ -135,14 +137,21 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
         Args:
             room: The router's ID for the request, the same on both sides.
+            traceparent: W3C trace context of the request, for decode (`RoomReceiver.traceparent`). By default, that of
+                the span that a tracer has made for the room.
 
         Raises:
+            ConfigError: `traceparent` is malformed.
             LocalProtocolError: The room is invalid, or the rank is not open.
             RankBroken: The rank is broken.
         """
         self.check_usable()
         address = self.config.registry or self.endpoint
-        ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint)
+        tracer = self._transfers.tracer
+        if traceparent is None and tracer is not None:
+            traceparent = tracer.traceparent_of(self._transfers.by_key.get(check_room(room))) or None
+        context = check_traceparent(traceparent)
+        ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint, traceparent=context)
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
     def next_call(self) -> int:

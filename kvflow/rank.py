@@ -54,7 +54,7 @@ from kvflow.state.tables import Memory
 from kvflow.state.timers import NextTimer
 from kvflow.statistics import Observed, PostCounts, RankStatistics
 from kvflow.system import system_ports
-from kvflow.transfer import Transfer, reason_of
+from kvflow.transfer import Tracer, Transfer, reason_of
 from kvflow.trust import Trust, short
 from kvflow.wire.messages import Failure, PeerId, RankId
 
@@ -110,6 +110,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         backend: Backend | SharedBackend | None = None,
         *,
         ports: Ports | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -123,7 +124,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
         self._times = StageTimes()
         self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
-        self._transfers = OpenTransfers[AnyTransfer](layout, self._log)
+        self._transfers = OpenTransfers[AnyTransfer](layout, self._log, tracer)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
         self._loop_lag = Histogram()
         self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
@@ -131,8 +132,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
         )
         self.request, self.dispatch = self._dispatcher.submit, self._dispatcher.dispatch
-        self.now = self._ports.now
-        self.footprint = self._transfers.footprint
+        self.now, self.footprint = self._ports.now, self._transfers.footprint
         self._tasks = OwnedTasks(self._dispatcher.break_down)
         self.start_task = self._tasks.start
         self._incidents = Incidents(config, self._ports, self._log, self._tasks.start)

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from kvflow.addresses import SCHEME, Endpoint, check_endpoint, check_needs_trust
-from kvflow.checks import check_duration
+from kvflow.checks import check_duration, check_traceparent, is_traceparent
 from kvflow.config import DecodeConfig, check_num_ranks, check_priority, is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, PlanError, TicketError
 from kvflow.gate.identity import host_denial, ticket_denial
@@ -17,7 +17,7 @@ from kvflow.room import RoomId
 from kvflow.stages.digests import check_digestible
 from kvflow.state import events as ev
 from kvflow.state.quarantine import Footprint
-from kvflow.transfer import check_room
+from kvflow.transfer import NO_CONTEXT, TraceContext, check_room
 from kvflow.trust import Trust
 from kvflow.wire.messages import MAX_CAPABILITY
 from kvflow.wire.ticket import Ticket
@@ -50,12 +50,14 @@ class ReceiveRequest(NamedTuple):
         timeout_s: The timeout of this transfer; None for the configured one.
         label: The engine's own ID for the request.
         ticket: The ticket that refers to prefill, if it is one.
+        trace_context: The trace that it belongs to.
     """
 
     opened: ev.ReceiveOpened
     timeout_s: float | None
     label: str | None
     ticket: Ticket | None
+    trace_context: TraceContext = NO_CONTEXT
 
 
 class ReceiveChecks:
@@ -88,6 +90,7 @@ class ReceiveChecks:
         priority: int = 0,
         label: str | None = None,
         capability: str | None = None,
+        traceparent: str | None = None,
     ) -> ReceiveRequest:
         """Check the arguments that do not depend on pages.
 
@@ -108,7 +111,10 @@ class ReceiveChecks:
             issuer=None if ticket is None else ticket.issuer,
             capability=signed if capability is None else _check_capability(capability),
         )
-        return ReceiveRequest(opened, timeout_s, label, ticket)
+        told = "" if ticket is None else ticket.traceparent
+        is_valid = is_traceparent(told)
+        context = TraceContext(check_traceparent(traceparent), told if is_valid else "", bool(told) and not is_valid)
+        return ReceiveRequest(opened, timeout_s, label, ticket, context)
 
     def timeout_of(self, timeout_s: float | None) -> float:
         """Return the timeout of a transfer: this one, or the configured one if it is None."""

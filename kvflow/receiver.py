@@ -13,7 +13,7 @@ from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.breakdown import Breakdown, Timeline
 from kvflow.observe.trace import TransferLine
-from kvflow.receive_checks import Wanted
+from kvflow.receive_checks import ReceiveRequest, Wanted
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.quarantine import NO_MEMORY
@@ -61,18 +61,26 @@ class RoomReceiver(Transfer):
 
     Attributes:
         handover: The result, once the transfer has succeeded; None until then.
+        traceparent: W3C trace context that the room belongs to: the one that the engine has passed or, by default, that
+            of the ticket; empty if there is none.
     """
 
     __slots__ = ("_generation", "_opened", "_wanted", "handover")
 
     _rank: "DecodeRank"
 
-    def __init__(self, rank: "DecodeRank", opened: ev.ReceiveOpened, wanted: Wanted | None, label: str | None) -> None:
-        super().__init__(rank, opened.room, label)
+    def __init__(
+        self, rank: "DecodeRank", asked: ReceiveRequest, opened: ev.ReceiveOpened, wanted: Wanted | None
+    ) -> None:
+        super().__init__(rank, opened.room, asked.label, asked.trace_context)
         self.handover: Handover | None = None
         self._opened = opened
         self._wanted = wanted
         self._generation = 0
+
+    @property
+    def traceparent(self) -> str:  # noqa: D102 - described with the class
+        return self.trace_context.own or self.trace_context.ticket
 
     @property
     def is_announced(self) -> bool:
@@ -183,6 +191,7 @@ class RoomReceiver(Transfer):
             elapsed_s=self.elapsed_s,
             failure=self.failure,
             label=self.label,
+            breakdown=None if self.handover is None else self.handover.breakdown,
         )
 
     @override

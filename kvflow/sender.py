@@ -9,6 +9,7 @@ import anyio.lowlevel
 from typing_extensions import override
 
 from kvflow.aio.flag import Flag
+from kvflow.checks import check_traceparent
 from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
@@ -20,7 +21,7 @@ from kvflow.state import events as ev
 from kvflow.state.events import Chunk, LayersReady, ReadyEvent
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.state.tables import Memory, Outcome
-from kvflow.transfer import Transfer
+from kvflow.transfer import TraceContext, Transfer
 from kvflow.wire.messages import Failure
 
 if TYPE_CHECKING:
@@ -57,9 +58,15 @@ class RoomSender(Transfer):
     _rank: "PrefillRank"
 
     def __init__(
-        self, rank: "PrefillRank", room: RoomId, label: str | None = None, *, defer_lease: bool = False
+        self,
+        rank: "PrefillRank",
+        room: RoomId,
+        label: str | None = None,
+        *,
+        defer_lease: bool = False,
+        traceparent: str | None = None,
     ) -> None:
-        super().__init__(rank, room, label)
+        super().__init__(rank, room, label, TraceContext(check_traceparent(traceparent)))
         self._has_lease = not defer_lease
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False

@@ -3,7 +3,7 @@
 import abc
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvflow.aio.flag import Flag
 from kvflow.aio.shield import run_shielded
@@ -27,7 +27,7 @@ from kvflow.wire.messages import Failure
 if TYPE_CHECKING:
     from kvflow.rank import Rank
 
-__all__ = ["AT_REST", "Transfer", "check_room", "reason_of"]
+__all__ = ["AT_REST", "NO_CONTEXT", "TraceContext", "Tracer", "Transfer", "check_room", "reason_of"]
 
 MAX_LABEL = 256
 
@@ -74,12 +74,44 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+class TraceContext(NamedTuple):
+    """W3C trace contexts of a transfer, empty if there are none.
+
+    Attributes:
+        own: That of the engine's span for the request.
+        ticket: That of the ticket (decode).
+        is_malformed: That of the ticket is not one, and is ignored.
+    """
+
+    own: str = ""
+    ticket: str = ""
+    is_malformed: bool = False
+
+
+NO_CONTEXT: Final = TraceContext()
+
+
+class Tracer(Protocol):
+    """What makes spans of transfers, see `kvflow.otel`. It must not raise."""
+
+    def begin_span(self, transfer: "Transfer") -> None:
+        """Begin the span of a transfer, on its event loop."""
+
+    def end_span(self, transfer: "Transfer") -> None:
+        """End the span of a transfer whose outcome is decided, or that was refused."""
+
+    def traceparent_of(self, transfer: "Transfer | None") -> str:
+        """Return the trace context for a ticket: of the span of its room if it is open. Called in any thread."""
+
+
 class Transfer(abc.ABC):
     """Base class of senders and receivers.
 
     Attributes:
         room: The router's ID for the request.
         label: The engine's own ID for it, for log lines.
+        trace_context: The trace that it belongs to.
+        span: What the rank's tracer keeps for it.
         outcome: Whether it succeeded; set once.
         memory: Whether anything can still touch its pages.
         failure: Why it failed; None until then.
@@ -105,11 +137,21 @@ class Transfer(abc.ABC):
         "on_change",
         "outcome",
         "room",
+        "span",
+        "trace_context",
     )
 
-    def __init__(self, rank: "Rank[Any, Any, Any]", room: RoomId, label: str | None = None) -> None:
+    def __init__(
+        self,
+        rank: "Rank[Any, Any, Any]",
+        room: RoomId,
+        label: str | None = None,
+        trace_context: TraceContext = NO_CONTEXT,
+    ) -> None:
         self.room = check_room(room)
         self.label = check_label(label)
+        self.trace_context = trace_context
+        self.span: object = None
         self.outcome = Outcome.PENDING
         self.memory = Memory.SAFE
         self.failure: Failure | None = None

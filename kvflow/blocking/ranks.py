@@ -24,6 +24,7 @@ from kvflow.errors import ConfigError, LocalProtocolError
 from kvflow.geometry.layout import KVLayout
 from kvflow.ports import Ports
 from kvflow.rank import Rank
+from kvflow.transfer import Tracer
 
 __all__ = ["BlockingRank", "DecodeRank", "PrefillRank"]
 
@@ -44,12 +45,13 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
         loop: The thread to run on; by default the rank starts its own.
         affinity: CPUs for its own thread, see `LoopThread`.
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
+        tracer: Makes a span of each transfer, see `kvflow.otel.TransferTracer`.
     """
 
     _kind: ClassVar[Callable[..., Any]]
     """The async rank."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter an option
         self,
         config: AnyConfig,
         layout: KVLayout,
@@ -58,10 +60,13 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
         loop: LoopThread | None = None,
         affinity: Collection[int] | None = None,
         ports: Ports | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         if loop is not None and affinity is not None:
             raise ConfigError("affinity applies to the loop; pass it to LoopThread", affinity=affinity)
-        self._make_rank: Callable[[], AnyRank] = partial(self._kind, config, layout, backend, ports=ports)
+        self._make_rank: Callable[[], AnyRank] = partial(
+            self._kind, config, layout, backend, ports=ports, tracer=tracer
+        )
         self._changes: ChangeQueue[AnyTransfer] = ChangeQueue()
         self._unsettled: set[BlockingTransfer] = set()
         self._switch_interval_s: float | None = None

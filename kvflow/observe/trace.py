@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from kvflow.errors import RemoteProtocolError, shorten
 from kvflow.gate.verdict import Action, Verdict
+from kvflow.observe.breakdown import Breakdown
 from kvflow.observe.logs import LOGGER, BoundLogger
 from kvflow.room import RoomId
 from kvflow.state import effects as ef
@@ -90,6 +91,7 @@ class TransferLine:
         num_pages: Pages of this rank's pools that they were moved from or into.
         elapsed_s: Seconds since the engine opened it.
         label: The engine's own ID for the request.
+        breakdown: Where the time went, if that is known.
         page_bytes: Size of these pages; not logged.
     """
 
@@ -103,6 +105,7 @@ class TransferLine:
     failure: Failure | None = None
     label: str | None = None
     page_bytes: int = 0
+    breakdown: Breakdown | None = None
 
 
 NAMES_OF_LINES: Final = {
@@ -132,6 +135,9 @@ def log_transfer(log: BoundLogger, line: TransferLine) -> None:
         "num_pages": line.num_pages,
         "elapsed_ms": round(line.elapsed_s * 1e3, 3),
     }
+    if line.breakdown is not None:
+        parts = line.breakdown.parts | {"clock_error": line.breakdown.clock_error_s}
+        known |= {f"{part}_ms": round(part_s * 1e3, 3) for part, part_s in parts.items() if part != "engine_noticed"}
     values = {name: value for name, value in known.items() if value is not None}
     log.log(level, NAMES_OF_LINES[line.role, has_failed], **values)
 

@@ -4,7 +4,7 @@ Routers parse JSON and serialize it again, and some parse numbers as floats. So 
 as text.
 
 With a ticket key, which prefill and decode ranks share, a ticket ends in an HMAC-SHA256 over all fields but the
-capability, which the router adds.
+capability, which the router adds, and the trace context, which it may replace.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from kvflow.addresses import check_endpoint
+from kvflow.checks import check_traceparent
 from kvflow.config import is_instance_name
 from kvflow.errors import ConfigError, LocalProtocolError, TicketError
 from kvflow.room import RoomId, as_room
@@ -44,6 +45,7 @@ class _TicketFields(msgspec.Struct, frozen=True, kw_only=True):
     room_type: Literal["integer", "string"]
     fingerprint: Text
     capability: Capability = ""
+    traceparent: Text = ""
     signature: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
@@ -58,6 +60,8 @@ class Ticket:
         fingerprint: Fingerprint of the issuer's layout.
         versions: Lowest and highest protocol version that the issuer supports.
         capability: Added by the router, see `kvflow.make_capability`; empty if there is none.
+        traceparent: W3C trace context of the request, as received; empty if there is none. Not signed, because routers
+            may replace it.
         signature: HMAC-SHA256 of the other fields except the capability, in hexadecimal; empty if it is not signed.
     """
 
@@ -68,6 +72,7 @@ class Ticket:
     versions: tuple[int, int] = (OLDEST_VERSION, PROTOCOL_VERSION)
     capability: str = ""
     signature: str = ""
+    traceparent: str = ""
 
     def signed(self, keys: Sequence[bytes]) -> "Ticket":
         """Return the ticket, signed with the first key; unsigned if there is none."""
@@ -83,7 +88,7 @@ class Ticket:
 
     def as_dict(self) -> dict[str, object]:
         """Return the ticket as a dict that survives a round trip through JSON."""
-        added = {"capability": self.capability, "signature": self.signature}
+        added = {"capability": self.capability, "signature": self.signature, "traceparent": self.traceparent}
         return {name: value for name, value in added.items() if value} | {
             "versions": list(self.versions),
             "address": self.address,
@@ -105,7 +110,7 @@ class Ticket:
         try:
             read = msgspec.convert(dict(fields), _TicketFields)
             check_endpoint("address", read.address)
-            for text in (read.fingerprint, read.instance, read.capability):
+            for text in (read.fingerprint, read.instance, read.capability, read.traceparent):
                 text.encode()
         except (msgspec.ValidationError, ConfigError, UnicodeEncodeError, TypeError) as error:
             raise TicketError("ticket is malformed", detail=str(error)) from error
@@ -115,7 +120,8 @@ class Ticket:
         if not is_instance_name(read.instance):
             raise TicketError("ticket is malformed", detail="instance is not a valid name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
-        return cls(room, read.address, issuer, read.fingerprint, read.versions, read.capability, read.signature)
+        added = (read.capability, read.signature, read.traceparent)
+        return cls(room, read.address, issuer, read.fingerprint, read.versions, *added)
 
     def check_room(self, room: RoomId | None) -> None:
         """Raise TicketError if this ticket is not for a room; None stands for the room of the ticket."""
@@ -136,7 +142,9 @@ class Ticket:
             raise TicketError("ticket is for a different model", ticket=self.fingerprint, here=fingerprint)
 
 
-def ticket_for_room(ticket: Mapping[str, object], room: RoomId, trust: Trust | None = None) -> dict[str, object]:
+def ticket_for_room(
+    ticket: Mapping[str, object], room: RoomId, trust: Trust | None = None, *, traceparent: str | None = None
+) -> dict[str, object]:
     """Return a copy of a ticket, by the same issuer, for another room. Works in any process.
 
     If an engine's scheduler answers the router, but its rank runs in a worker process, the worker sends the scheduler
@@ -146,9 +154,11 @@ def ticket_for_room(ticket: Mapping[str, object], room: RoomId, trust: Trust | N
         ticket: From `PrefillRank.ticket`.
         room: The room of the new ticket.
         trust: The issuer's keys, to sign the new ticket with; not needed if the ticket is not signed.
+        traceparent: As in `PrefillRank.ticket`; that of the other room is dropped.
 
     Raises:
         TicketError: The ticket is malformed.
+        ConfigError: `traceparent` is malformed.
         LocalProtocolError: The room is invalid, or the ticket is signed and `trust` has no ticket key.
     """
     number_or_name = as_room(room)
@@ -158,7 +168,7 @@ def ticket_for_room(ticket: Mapping[str, object], room: RoomId, trust: Trust | N
     before = Ticket.parse(ticket)
     if before.signature and not keys:
         raise LocalProtocolError("ticket is signed; pass `trust` to sign the new one", room=room)
-    return replace(before, room=number_or_name).signed(keys).as_dict()
+    return replace(before, room=number_or_name, traceparent=check_traceparent(traceparent)).signed(keys).as_dict()
 
 
 def _parse_room(digits: str) -> RoomId | None:

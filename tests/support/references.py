@@ -106,6 +106,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.prometheus.RankCollector": ("add_rank", "remove_rank", "health"),
         "kvflow.prometheus.start_server": (),
         "kvflow.prometheus.make_app": (),
+        "kvflow.otel.TransferTracer": (),
         "kvflow.configure_logging": (),
         "kvflow.known_backends": (),
     },
