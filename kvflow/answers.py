@@ -11,6 +11,7 @@ import msgspec
 
 from kvflow import __version__
 from kvflow.admin import messages as msg
+from kvflow.config import RankConfig
 from kvflow.errors import CapacityExceeded, KvflowError, LocalProtocolError, describe, shorten
 from kvflow.observe.logs import BoundLogger
 from kvflow.open_transfers import QuarantineRecord
@@ -132,6 +133,7 @@ class RankAnswers:
             layout=shorten(rank.layout.summary),
             fingerprint=shorten(rank.layout.fingerprint),
             draft_layers=rank.layout.num_draft_layers,
+            settings=_settings_of(rank.config),
             is_draining=rank.is_draining,
             health=health_of(self._rank, self._transfers),
             oldest_room_s=oldest[0] if oldest else None,
@@ -226,6 +228,12 @@ def _rows_that_fit(rows: Iterable[Row]) -> list[Row]:
             break
         fitting.append(row)
     return fitting
+
+
+def _settings_of(config: RankConfig) -> dict[str, Any]:
+    """Return the settings for JSON, without the keys."""
+    names = [field.name for field in dataclasses.fields(config) if field.name != "trust"]
+    return {name: msgspec.to_builtins(getattr(config, name), str_keys=True, enc_hook=str) for name in names}
 
 
 def _as_fields(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Settings: frozen, validated once and passed in explicitly; none is read from the environment.
 
-Only four places read environment variables: the command line, engine adapters that have no other way to be configured,
-backends, which check the variables that their libraries will read, and `kvflow.admin`, which finds the directories that
-the system has for sockets and for files about incidents.
+Only five places read environment variables: the command line, engine adapters that have no other way to be configured,
+backends, which check the variables that their libraries will read, `kvflow.admin`, which finds the directories that the
+system has for sockets and for files about incidents, and `kvflow.doctor`, which reports them.
 
 Settings are validated when they are created; errors name the setting and its value. Any integer type that works as an
 index is accepted, including numpy's, and is converted to int.

@@ -140,6 +140,7 @@ class StatusAnswer(AnswerBase, frozen=True):
         layout: What its pools hold, in one line.
         fingerprint: Of its layout, truncated if it is long.
         draft_layers: Layers without which the other side can do.
+        settings: Of the rank, without its keys.
         oldest_room_s: Age of the oldest open room, in seconds; None if there is none.
         statistics: As `rank.statistics()`, see `RankStatistics`.
     """
@@ -161,6 +162,7 @@ class StatusAnswer(AnswerBase, frozen=True):
     statistics: dict[str, Any]
     fingerprint: str = ""
     draft_layers: int = 0
+    settings: dict[str, Any] = {}
 
 
 class RoomRow(msgspec.Struct, frozen=True, kw_only=True):

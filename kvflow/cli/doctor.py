@@ -2,15 +2,16 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvflow.cli.options import add_backend_option, check_positive, read_json
 
 if TYPE_CHECKING:
     from kvflow.doctor.findings import DoctorOptions, Finding
 
-__all__ = ["add_arguments", "prepare"]
+__all__ = ["add_arguments", "add_host_options", "host_options", "prepare"]
 
 EXIT_FAILED = 1
 
@@ -22,18 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listen = "serve probe transfers at this address until interrupted, for `kvflow doctor ADDRESS` on another host"
     parser.add_argument("--listen", metavar="ADDRESS", help=listen)
     parser.add_argument("--advertise", metavar="HOST", help="with --listen: host that others use, if not the one bound")
+    parser.add_argument("--fingerprint", metavar="TEXT", help="fingerprint of the layout on this side, to compare")
+    trust = add_host_options(parser)
+    trust.add_argument("--plain", action="store_true", help="with --listen: serve other hosts without keys")
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON array")
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> Any:
+    """Add the options of the checks of this host; return the group of options that `--keys` excludes."""
     add_backend_option(parser)
-    parser.add_argument(
-        "--backend-options", type=read_json, default={}, metavar="JSON", help="options of the transport"
-    )
+    options = "options of the transport"
+    parser.add_argument("--backend-options", type=read_json, default={}, metavar="JSON", help=options)
     trust = parser.add_mutually_exclusive_group()
     trust.add_argument("--keys", metavar="DIRECTORY", help="key directory, see `kvflow keys`")
-    trust.add_argument("--plain", action="store_true", help="with --listen: serve other hosts without keys")
-    parser.add_argument("--fingerprint", metavar="TEXT", help="fingerprint of the layout on this side, to compare")
     parser.add_argument("--socket", type=Path, metavar="PATH", help="a socket, or a directory of sockets, of ranks")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="time to wait for an answer")
     parser.add_argument("--no-probe", action="store_true", help="make no probe transfer, which takes some seconds")
-    parser.add_argument("--json", action="store_true", help="print the findings as a JSON array")
+    return trust
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -55,18 +61,20 @@ def _examine(arguments: argparse.Namespace) -> int:
     from kvflow.doctor.checks import examine_host  # noqa: PLC0415 - as above
 
     if arguments.target is None:
-        return _show(examine_host(_options(arguments)), arguments)
+        return _show(examine_host(host_options(arguments)), arguments)
     import anyio  # noqa: PLC0415 - as above
 
+    from kvflow import Trust, load_trust  # noqa: PLC0415 - as above
     from kvflow.doctor.peer import Visit, examine_peer, read_target  # noqa: PLC0415 - as above
 
     address, ticket = read_target(arguments.target)
-    visit = Visit(_options(arguments), address, ticket, arguments.fingerprint)
+    trust = load_trust(arguments.keys) if arguments.keys else Trust.none()
+    visit = Visit(replace(host_options(arguments), trust=trust), address, ticket, arguments.fingerprint)
     return _show(anyio.run(examine_peer, visit), arguments)
 
 
-def _options(arguments: argparse.Namespace) -> "DoctorOptions":
-    from kvflow import Trust, load_trust  # noqa: PLC0415 - as above
+def host_options(arguments: argparse.Namespace) -> "DoctorOptions":
+    """Return what the checks of this host look at."""
     from kvflow.doctor.findings import DoctorOptions  # noqa: PLC0415 - as above
 
     check_positive(arguments, "timeout")
@@ -74,7 +82,6 @@ def _options(arguments: argparse.Namespace) -> "DoctorOptions":
         backend=arguments.backend,
         backend_options=arguments.backend_options,
         keys=arguments.keys,
-        trust=Trust.none() if arguments.keys is None or arguments.target is None else load_trust(arguments.keys),
         socket=arguments.socket,
         timeout_s=arguments.timeout,
         probe_s=0.0 if arguments.no_probe else DoctorOptions.probe_s,

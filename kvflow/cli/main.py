@@ -25,6 +25,7 @@ COMMANDS = {
     "health": "kvflow.cli.health",
     "doctor": "kvflow.cli.doctor",
     "incident": "kvflow.cli.incident.command",
+    "report": "kvflow.cli.report",
 }
 """Modules, each with `add_arguments(parser)` and `prepare(arguments)`; the latter returns the function to run."""
 
