@@ -46,7 +46,9 @@ def save_incident(path: Path, frames: Iterable[bytes]) -> None:
     descriptor = os.open(before, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines(frames)
+            for frame in frames:
+                file.write(frame)
+                file.flush()  # lets other threads run, which the frames may come faster than
         before.rename(path)
     except BaseException:
         with suppress(OSError):

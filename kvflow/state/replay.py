@@ -16,7 +16,7 @@ from kvflow.state.recorder import FORMAT, LENGTH_BYTES, Entry, Header, encode, s
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Moment", "Recording", "Replay", "ReplayDifference", "read_recording", "replay"]
+__all__ = ["Moment", "Recording", "Replay", "ReplayDifference", "read_recording", "read_settings", "replay"]
 
 Event = ev.PrefillEvent | ev.DecodeEvent
 Effect = ef.PrefillEffect | ef.DecodeEffect
@@ -106,6 +106,15 @@ def read_recording(file: BinaryIO) -> Recording:
         raise ConfigError("recording is damaged", detail=str(error)) from error
 
 
+def read_settings(header: Header) -> PrefillSettings | DecodeSettings:
+    """Return the settings of the recorded core; raise ConfigError if they are damaged."""
+    kind: type[PrefillSettings | DecodeSettings] = PrefillSettings if header.role == "prefill" else DecodeSettings
+    try:
+        return msgspec.msgpack.decode(header.settings, type=kind, dec_hook=_dec_hook)
+    except msgspec.DecodeError as error:
+        raise ConfigError("recording is damaged", detail=str(error)) from error
+
+
 def replay(recording: Recording) -> Replay:
     """Feed a recording that begins with its rank to a fresh core, and compare all effects up to the first difference.
 
@@ -115,22 +124,15 @@ def replay(recording: Recording) -> Replay:
     header = recording.header
     if header.first:
         raise ConfigError("recording begins after its rank, so a fresh core cannot follow it", missing=header.first)
-    core: PrefillCore | DecodeCore
-    prefill: PrefillSettings | None = None
-    try:
-        if header.role == "prefill":
-            prefill = msgspec.msgpack.Decoder(PrefillSettings, dec_hook=_dec_hook).decode(header.settings)
-            core = PrefillCore(header.me, prefill)
-        else:
-            settings = msgspec.msgpack.Decoder(DecodeSettings, dec_hook=_dec_hook).decode(header.settings)
-            core = DecodeCore(header.me, settings)
-    except msgspec.DecodeError as error:
-        raise ConfigError("recording is damaged", detail=str(error)) from error
+    settings = read_settings(header)
+    core = (
+        PrefillCore(header.me, settings) if isinstance(settings, PrefillSettings) else DecodeCore(header.me, settings)
+    )
     num_events = num_effects = 0
     for moment in recording.moments:
         event = moment.event
-        if isinstance(event, ev.HelloChecked) and not event.failure and prefill is not None:
-            event = msgspec.structs.replace(event, link=link_for(event.hello, prefill))
+        if isinstance(event, ev.HelloChecked) and not event.failure and isinstance(settings, PrefillSettings):
+            event = msgspec.structs.replace(event, link=link_for(event.hello, settings))
         effects, error_name = _handle(core, event, moment.now)
         num_events, num_effects = num_events + 1, num_effects + len(effects)
         replayed = [(type(effect).__name__, msgspec.msgpack.decode(encode(shown(effect)))) for effect in effects]

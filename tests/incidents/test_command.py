@@ -1,5 +1,6 @@
 """Five staged incidents, each told by `kvflow incident` from the files of both sides."""
 
+import json
 import re
 import signal
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,8 @@ from kvflow.cli.main import main
 from kvflow.config import Timeouts
 from kvflow.state.recorder import encode, frame
 from kvflow.state.replay import read_recording
+from simulation.scenario import play
+from simulation.script import ScenarioError
 from tests.incidents.test_black_box import corrupt, settings_in
 from tests.service.test_replay import frames
 from tests.support.failures import catch
@@ -187,6 +190,62 @@ def test_an_incident_is_told_and_replayed(stage: Stage, directories: dict[Stage,
     assert len(times) > 5
     assert times == sorted(times)
     assert times[0] == 0.0
+
+
+REASONS: Final[dict[Stage, tuple[str, str, str]]] = {
+    stage_killed_peer: ("failed", "safe", "peer_lost"),
+    stage_partition: ("failed", "quarantined", "deadline"),
+    stage_quarantine: ("aborted", "safe", "aborted"),
+    stage_crossing: ("aborted", "safe", "aborted"),
+}
+"""How the room ends on decode, in the scenario as in the recording."""
+
+
+@pytest.mark.parametrize("stage", REASONS)
+def test_an_incident_becomes_a_scenario_that_fails_alike(
+    stage: Stage, directories: dict[Stage, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    told(directories[stage], capsys, "--room", "1", "--seed", str(tmp_path / "seed"))
+    with pytest.raises(ScenarioError) as failed:
+        play((tmp_path / "seed").read_text())
+    assert failed.value.text == "expect D 1: success, safe"
+    assert failed.value.values["found"] == REASONS[stage]
+
+
+@pytest.mark.host_memory
+def test_a_scenario_says_what_it_does_not_play(directories: dict[Stage, Path], tmp_path: Path, capsys: Capture) -> None:
+    told(directories[stage_corruption], capsys, "--seed", str(tmp_path / "seed"))
+    scenario = (tmp_path / "seed").read_text()
+    assert "# Not played: bytes were wrong" in scenario
+    play(scenario)
+
+
+def test_one_side_is_told_and_makes_no_scenario(
+    directories: dict[Stage, Path], tmp_path: Path, capsys: Capture
+) -> None:
+    (path,) = directories[stage_quarantine].glob("decode-*")
+    assert main(["incident", str(path)]) == 0
+    assert "first: " in capsys.readouterr().out
+    assert main(["incident", str(path), "--seed", str(tmp_path / "seed")]) == 2
+    assert "a scenario needs the files of one prefill and one decode rank" in capsys.readouterr().err
+
+
+def test_the_time_line_can_be_looked_at(directories: dict[Stage, Path], tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("matplotlib")
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    told(directories[stage_partition], capsys, "--room", "1", "--perfetto", str(trace), "--png", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    items = json.loads(trace.read_text())["traceEvents"]
+    assert [item["args"]["name"].partition("@")[0] for item in items if item["ph"] == "M"] == [
+        "prefill prefill/0",
+        "decode decode/0",
+    ]
+    sent, heard = ({item["id"]: item for item in items if item["ph"] == phase} for phase in "sf")
+    assert sent.keys() == heard.keys()
+    assert {"grant", "failed"} <= {item["name"] for item in sent.values()}
+    assert all(sent[number]["ts"] <= heard[number]["ts"] for number in sent)
+    assert [item["name"] for item in items if item["ph"] == "b"] == ["room 1", "write 0", "room 1"]
+    assert any("deadline: not complete within 0.5 s" in item["name"] for item in items)
 
 
 def test_a_recording_without_its_beginning_is_told_and_not_replayed(

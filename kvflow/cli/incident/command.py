@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = "what ranks have written (`incident_written`), or recorded (`record`); best those of both sides"
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help=files)
     parser.add_argument("--room", action="append", metavar="ROOM", help="tell of this room; may be repeated")
+    trace = "write the time line for ui.perfetto.dev or chrome://tracing"
+    parser.add_argument("--perfetto", type=Path, metavar="OUT", help=trace)
+    parser.add_argument("--png", type=Path, metavar="OUT", help="draw the time line; needs matplotlib")
+    seed = "write the first room as a scenario of the simulation, which fails as long as the room does"
+    parser.add_argument("--seed", type=Path, metavar="OUT", help=seed)
     parser.add_argument("--now", action="store_true", help="have ranks of this host write files, and print their paths")
     add_rank_options(parser)
 
@@ -85,7 +90,25 @@ def _tell(arguments: argparse.Namespace) -> int:
         print(f"\nroom {room}")
         print("\n".join(_told_room(story, sides, room, origin)))
     print()
+    _write_outputs(arguments, story, sides, rooms, origin)
     return max([_replay(side) for side in sides], default=0)
+
+
+def _write_outputs(
+    arguments: argparse.Namespace, story: "Story", sides: "Sequence[Side]", rooms: Sequence[RoomId], origin: float
+) -> None:
+    from kvflow.cli.incident.pictures import draw_picture, write_trace  # noqa: PLC0415 - as above
+    from kvflow.cli.incident.seed import write_scenario  # noqa: PLC0415 - as above
+
+    try:
+        if arguments.perfetto is not None:
+            write_trace(arguments.perfetto, story, sides, rooms, origin)
+        if arguments.png is not None:
+            draw_picture(arguments.png, story, sides, rooms, origin)
+        if arguments.seed is not None and rooms:
+            arguments.seed.write_text(write_scenario(story, sides, rooms[0]))
+    except OSError as error:
+        raise ConfigError("file cannot be written", path=error.filename, detail=error.strerror) from error
 
 
 def _choose_rooms(sides: "Sequence[Side]", story: "Story", asked: Sequence[str] | None) -> list[RoomId]:
