@@ -1,13 +1,16 @@
-"""Run a registry until interrupted."""
+"""Run a registry until interrupted, or list the ranks of one."""
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvflow import ConfigError, Registry, Trust, configure_logging, load_trust
+from kvflow import ConfigError, Endpoint, Registry, Trust, configure_logging, load_trust
+from kvflow.cli.asking import print_table
+from kvflow.cli.options import check_positive
 from kvflow.cli.tasks import serving
 
 __all__ = ["add_arguments", "prepare"]
@@ -15,6 +18,11 @@ __all__ = ["add_arguments", "prepare"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    listed = "print the ranks that are registered with --registry, instead of running one"
+    parser.add_argument("action", nargs="?", choices=["list"], help=listed)
+    parser.add_argument("--registry", metavar="ADDRESS", help="with list: the registry to ask")
+    parser.add_argument("--json", action="store_true", help="with list: print one line of JSON for each rank")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="with list: time to wait")
     parser.add_argument("--bind", default="tcp://127.0.0.1:7100", metavar="ADDRESS", help="address to listen on")
     parser.add_argument(
         "--advertise",
@@ -32,7 +40,34 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     It raises ConfigError if the address cannot be bound, or the keys cannot be read.
     """
+    if arguments.action == "list":
+        return lambda: _list(arguments)
     return serving("kvflow registry", _opened(arguments))
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from kvflow.doctor.peer import list_ranks  # noqa: PLC0415 - `kvflow --help` loads little
+
+    check_positive(arguments, "timeout")
+    if arguments.registry is None:
+        raise ConfigError("list needs the address of a registry: --registry tcp://HOST:PORT")
+    Endpoint.parse(arguments.registry)
+    trust = load_trust(arguments.keys) if arguments.keys else Trust.none()
+    rows = [
+        {
+            "rank": str(record.peer.rank),
+            "incarnation": f"{record.peer.incarnation:016x}",
+            "num_ranks": record.num_ranks,
+            "endpoint": record.endpoint,
+            "backend": record.backend,
+        }
+        for record in asyncio.run(list_ranks(arguments.registry, trust, arguments.timeout))
+    ]
+    if arguments.json:
+        print("\n".join(map(json.dumps, rows)), end="\n" if rows else "")
+    else:
+        print_table(("RANK", "INCARNATION", "OF", "ADDRESS", "BACKEND"), [tuple(row.values()) for row in rows])
+    return 0
 
 
 @asynccontextmanager

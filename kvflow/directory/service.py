@@ -17,6 +17,7 @@ from kvflow.observe.trace import AnomalyLog
 from kvflow.ports import Listener
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import (
+    EVERY_INSTANCE,
     Lookup,
     Message,
     PeerId,
@@ -90,6 +91,10 @@ class DirectoryService:
             instance = self._own.peer.rank.instance
         if instance is None:
             self._send(Answer(connection, SealedRecords(instance=None, records=(), number=number)))
+            return
+        if instance == EVERY_INSTANCE and self._own is None:
+            records = self.table.list_ranks()
+            self._send(Answer(connection, SealedRecords(instance=instance, records=records, number=number)))
             return
         taker = self._gate.principal_of(connection) or self._listener.host_of(connection)
         if not self.table.may_wait(instance, connection, taker):

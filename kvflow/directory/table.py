@@ -9,8 +9,12 @@ is alive, so a Register is recorded only if the reply could be sent, which fails
 registry may learn that only later, so registering once more is not enough to get a place back.
 """
 
+import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import structs
 
 from kvflow.gate.shares import DirectoryShares
 from kvflow.state.decode.instances import is_complete
@@ -26,6 +30,9 @@ from kvflow.wire.messages import (
 )
 
 __all__ = ["Answer", "Change", "RegistryTable", "is_complete"]
+
+NO_LAYOUT: Final = msgspec.Raw(b"\xc0")
+"""Stands for the layout of a record in a list of all; only a person reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,12 @@ class RegistryTable:
         instance = self._instances.get(peer.rank.instance)
         if instance is not None and peer.rank.engine_rank in instance.places:
             self._forget(peer)
+
+    def list_ranks(self) -> tuple[SealedRecord, ...]:
+        """Return the records of all instances without their layouts, by name and engine rank, as many as are told."""
+        places = (entry.places[rank] for _, entry in sorted(self._instances.items()) for rank in sorted(entry.places))
+        told = itertools.islice(places, MAX_RANKS_TOLD)
+        return tuple(structs.replace(place.holder.record, layout=NO_LAYOUT) for place in told)
 
     def may_wait(self, instance: str, connection: bytes, taker: str = "") -> bool:
         """Return whether a lookup is already waiting, or its sender's share permits it to wait.

@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -21,16 +21,29 @@ from kvflow.doctor.findings import DoctorOptions, Finding, fail, name_of, ok, un
 from kvflow.doctor.probe import FINGERPRINT, ProbeOrder, run_in_child
 from kvflow.doctor.ranks import judge_drafts, local_ranks
 from kvflow.doctor.transport import judge_probe
-from kvflow.errors import KvflowError, RemoteProtocolError, TicketError
+from kvflow.errors import ConfigError, KvflowError, RemoteProtocolError, TicketError
 from kvflow.hosts import host_of, host_towards
 from kvflow.system import system_ports
+from kvflow.trust import Trust
 from kvflow.wire.codec import Reader, encode
-from kvflow.wire.messages import Lookup, RankRecord, Records, Refuse
+from kvflow.wire.messages import (
+    EVERY_INSTANCE,
+    Lookup,
+    Message,
+    RankAddress,
+    RankRecord,
+    Records,
+    Refuse,
+    SealedRecords,
+)
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["PEER_CHECKS", "Visit", "examine_peer", "read_target"]
+__all__ = ["PEER_CHECKS", "Visit", "examine_peer", "list_ranks", "read_target"]
 
 ANSWERS: Final[Reader[Records | Refuse]] = Reader(Records | Refuse)
+LISTS: Final[Reader[SealedRecords | Refuse]] = Reader(SealedRecords | Refuse)
+
+AnyAnswer = TypeVar("AnyAnswer", bound=Message)
 
 ADVERTISE: Final = "on prefill, set `host` in the options of the adapter, or `bind` and `advertise`"
 
@@ -124,8 +137,9 @@ async def _connect(address: str) -> Finding:
 
 async def greeting_and_key(visit: Visit) -> AsyncIterator[Finding]:
     """Whether the peer speaks kvflow's protocol and answers, and whether both sides accept each other's keys."""
-    trust = visit.options.trust
-    answer, refusal = await _look_up(visit)
+    trust, timeout_s = visit.options.trust, visit.options.timeout_s
+    instance = None if visit.ticket is None else visit.ticket.issuer.rank.instance
+    answer, refusal = await look_up(visit.address, instance, trust, timeout_s, ANSWERS)
     if isinstance(answer, Records):
         visit.records = answer.records
         yield ok(f"it answers, {'without keys' if trust.is_plain else 'and both keys are accepted'}")
@@ -137,32 +151,52 @@ async def greeting_and_key(visit: Visit) -> AsyncIterator[Finding]:
         detail = refusal or (await diagnose(visit.address, is_encrypted=not trust.is_plain)).detail
         port = split_address("target", visit.address)[1]
         mend = next(mend for part, mend in MENDS.items() if part in detail).format(port=port)
-        yield fail(f"it does not answer within {visit.options.timeout_s:g} s: {detail}", mend)
+        yield fail(f"it does not answer within {timeout_s:g} s: {detail}", mend)
 
 
-async def _look_up(visit: Visit) -> tuple[Records | Refuse | None, str]:
-    """Ask for the ranks of the peer's instance; return the answer, and why a key was refused."""
-    instance = None if visit.ticket is None else visit.ticket.issuer.rank.instance
-    answered: asyncio.Future[Records | Refuse] = asyncio.get_running_loop().create_future()
+async def look_up(
+    address: str, instance: str | None, trust: Trust, timeout_s: float, answers: Reader[AnyAnswer]
+) -> tuple[AnyAnswer | None, str]:
+    """Ask a directory for ranks; return the answer, or None and why a key was refused.
+
+    Raises:
+        Shortage: This process has no descriptors left.
+    """
+    answered: asyncio.Future[AnyAnswer] = asyncio.get_running_loop().create_future()
     refusals: list[str] = []
 
     def take(frames: Sequence[bytes]) -> None:
         with suppress(RemoteProtocolError):
             if not answered.done():
-                answered.set_result(ANSWERS.read_frames(frames))
+                answered.set_result(answers.read_frames(frames))
 
     control = system_ports().control
     control.reserve()
-    keys = visit.options.trust.for_address(instance)
-    connection = control.connect(visit.address, take, lambda: None, keys=keys, on_refused=refusals.append)
+    keys = trust.for_registry() if instance == EVERY_INSTANCE else trust.for_address(instance)
+    connection = control.connect(address, take, lambda: None, keys=keys, on_refused=refusals.append)
     try:
-        connection.send(encode(Lookup(instance=instance, timeout_s=visit.options.timeout_s / 2, number=1)))
-        async with asyncio.timeout(visit.options.timeout_s):
+        connection.send(encode(Lookup(instance=instance, timeout_s=timeout_s / 2, number=1)))
+        async with asyncio.timeout(timeout_s):
             return await answered, ""
     except TimeoutError:
         return None, refusals[-1] if refusals else ""
     finally:
         connection.close()
+
+
+async def list_ranks(address: str, trust: Trust, timeout_s: float) -> tuple[RankAddress, ...]:
+    """Return all ranks that are registered with a registry.
+
+    Raises:
+        ConfigError: It does not answer, or is no registry.
+    """
+    answer, refusal = await look_up(address, EVERY_INSTANCE, trust, timeout_s, LISTS)
+    if isinstance(answer, SealedRecords):
+        return answer.records
+    if isinstance(answer, Refuse):
+        raise ConfigError("this is no registry", registry=address, detail=answer.detail)
+    detail = refusal or (await diagnose(address, is_encrypted=not trust.is_plain)).detail
+    raise ConfigError("the registry does not answer", registry=address, detail=detail)
 
 
 async def who_answers(visit: Visit) -> AsyncIterator[Finding]:

@@ -1,6 +1,6 @@
 """Messages between ranks and directories: where ranks are."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -10,6 +10,7 @@ from kvflow.geometry.layout import KVLayout, Name
 from kvflow.wire.messages.values import MAX_RANKS_TOLD, InstanceName, Lease, LookupNumber, LookupTime, Message, PeerId
 
 __all__ = [
+    "EVERY_INSTANCE",
     "Lookup",
     "RankAddress",
     "RankRecord",
@@ -22,6 +23,10 @@ __all__ = [
     "SealedRegister",
     "Unregister",
 ]
+
+
+EVERY_INSTANCE: Final = "*"
+"""Asks a registry for all of its ranks, for a person."""
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -125,7 +130,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     Attributes:
         instance: Name of the instance; None for the instance of the rank that answers. Such a rank returns its own
-            instance whatever the name.
+            instance whatever the name. A registry answers `EVERY_INSTANCE` at once with all ranks, without layouts.
         timeout_s: How long the directory may wait until all ranks are registered.
         number: The answer repeats the highest number received, which shows that it is newer than that lookup.
     """
