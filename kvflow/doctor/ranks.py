@@ -96,6 +96,10 @@ def _judge(answer: StatusAnswer, answers: Sequence[StatusAnswer], options: Docto
     if counts["loop_lag"]["maximum"] > LAG_S:
         cause = f"{name}: its event loop was blocked for {counts['loop_lag']['maximum']:.1f} s at most"
         yield warn(cause, f"py-spy dump --pid {answer.pid}, to find who holds the GIL; or set `affinity`")
+    staging = counts["staging"]
+    if staging["windows_taken"] and not staging["windows_free"]:
+        cause = f"{name}: all {staging['windows_taken']} staging windows are taken: further prefill ranks send unpacked"
+        yield warn(cause, "raise `staging_bytes` of decode, see docs/packing.md")
     left = _descriptors_left(options, answer.pid)
     if left is not None and left < FEW_DESCRIPTORS:
         cause = f"{name}: its process may open {left} more descriptors only"
