@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import assert_never
@@ -19,6 +20,8 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import default_host
+from kvflow.observe.totals import RECEIVED_AT_ONCE, Received
+from kvflow.observe.trace import slow_values
 from kvflow.options import ReceiveOptions
 from kvflow.ports import Ports
 from kvflow.rank import Rank
@@ -88,6 +91,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         self.check_wanted = self._checks.check_wanted
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
+        self.totals = self._transfers.totals
 
     def receive(
         self,
@@ -343,10 +347,14 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
             handover = receiver.note_received(effect.received)
-            totals = self._transfers.totals
-            totals.handover_s.add(handover.elapsed_s)
-            totals.first_notice_s.add(handover.first_notice_s)
-            totals.received_bytes.add(handover.num_bytes)
+            totals = self.totals
+            totals.received.append(
+                Received(handover.elapsed_s, handover.first_notice_s, handover.num_bytes, handover.timeline)
+            )
+            if len(totals.received) >= RECEIVED_AT_ONCE:
+                totals.count_received()
+            if handover.elapsed_s > totals.slow_s:
+                self._anomalies.log(logging.INFO, "receive_slow", slow_values(receiver.log_line()))
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)

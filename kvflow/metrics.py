@@ -112,6 +112,16 @@ SERIES: Final[tuple[Series, ...]] = (
         lambda found: found.transfers.received_bytes,
     ),
     Series(
+        "kvflow_handover_part_seconds",
+        "histogram",
+        DECODE,
+        "seconds",
+        "part",
+        "The [parts](tracing.md#the-parts) of these receives: what the last piece of each waited for, on both sides. "
+        "Only those whose prefill rank tells its times.",
+        lambda found: found.transfers.parts_s,
+    ),
+    Series(
         "kvflow_grant_wait_seconds",
         "histogram",
         PREFILL,

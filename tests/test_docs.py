@@ -325,11 +325,11 @@ ANOMALY = re.compile(r"""(?:CountAnomaly|anomalies\.count|\.reject|_anomaly|ende
 POSTPONED = re.compile(r"""(?:\bpostpone\(|_postpone\(|POSTPONE, )"([a-z_]+)\"""")
 EVENT = re.compile(r"""(?:\.(?:info|warning|error)|LogEvent|log_loss)\(\s*"([a-z_]+)\"""")
 NAMED_ELSEWHERE = {
-    *("send_failed", "send_finished", "receive_failed", "receive_finished"),
+    *("send_failed", "send_finished", "receive_failed", "receive_finished", "receive_slow"),
     *("rank_registered", "rank_left", "rank_replaced", "registry_full"),
     *("instance_unreachable", "handshake_refused", "rank_closed", "pages_quarantined", "quarantine_left"),
 }
-"""Log events whose name or level is chosen from two."""
+"""Log events whose name or level is chosen from two, or whose lines are limited."""
 
 
 def test_every_log_event_is_explained() -> None:

@@ -4,6 +4,7 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvflow.state.effects import ClockOffset, LastPiece
 
@@ -49,7 +50,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     @property
     def parts(self) -> dict[str, float]:
         """The parts by name, in order, in seconds."""
-        return {name.removesuffix("_s"): getattr(self, name) for name in PARTS}
+        return dict(zip(PARTS, astuple(self), strict=False))
 
     @property
     def total_s(self) -> float:
@@ -63,8 +64,8 @@ class Breakdown(msgspec.Struct, frozen=True):
         return max(parts, key=parts.__getitem__)
 
 
-PARTS: Final = tuple(name for name in Breakdown.__struct_fields__ if name not in ("clock_error_s", "engine_rank"))
-"""Fields of `Breakdown` that add up to its total."""
+PARTS: Final = tuple(name.removesuffix("_s") for name in Breakdown.__struct_fields__[:-2])
+"""Names of the parts, in order."""
 
 
 class Timeline(NamedTuple):

@@ -17,7 +17,7 @@ from kvflow.state import events as ev
 from kvflow.state.tables import Outcome
 from kvflow.wire.messages import Drained, Failed, Failure, Notice, PeerId
 
-__all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer"]
+__all__ = ["AnomalyLog", "TransferLine", "describe", "log_transfer", "slow_values"]
 
 CARRIERS: Final = ("delivery", "notice", "message", "chunk", "hello")
 """Fields whose own fields are also shown."""
@@ -140,6 +140,17 @@ def log_transfer(log: BoundLogger, line: TransferLine) -> None:
         known |= {f"{part}_ms": round(part_s * 1e3, 3) for part, part_s in parts.items() if part != "engine_noticed"}
     values = {name: value for name, value in known.items() if value is not None}
     log.log(level, NAMES_OF_LINES[line.role, has_failed], **values)
+
+
+def slow_values(line: TransferLine) -> dict[str, object]:
+    """Return the values of the log line for a transfer that took long: what took longest, and how long."""
+    values: dict[str, object] = {"room": line.room, "prefill": line.prefill, "label": line.label}
+    values["elapsed_ms"] = round(line.elapsed_s * 1e3, 3)
+    if line.breakdown is not None:
+        slowest = line.breakdown.slowest
+        values |= {"slowest": slowest, "slowest_ms": round(line.breakdown.parts[slowest] * 1e3, 3)}
+        values["from_rank"] = line.breakdown.engine_rank
+    return {name: value for name, value in values.items() if value is not None}
 
 
 MAX_SOURCES = 1_024

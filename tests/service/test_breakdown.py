@@ -1,6 +1,7 @@
 """Where the time of a transfer went: real ranks whose clocks are an hour apart, and what each part is blamed for."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,8 +12,10 @@ import anyio
 import pytest
 
 import kvflow
+from kvflow.observe.totals import SLOWEST
 from kvflow.ports import Ports
 from kvflow.system import system_ports
+from tests.observe.lines import printed
 from tests.support.instances import BACKENDS, Deployment, Request, deploy
 from tests.support.waiting import until
 
@@ -160,3 +163,24 @@ async def test_what_was_not_sent_has_no_parts() -> None:
         (handover,) = await request.hand_over(start=8)
         assert handover.num_bytes == 0
         assert handover.breakdown is None or handover.breakdown.total_s >= 0
+
+
+async def test_slow_receives_name_their_slowest_part() -> None:
+    async with deploy_apart("memory") as (deployment, clocks):
+        for number in range(SLOWEST + 1):
+            request = deployment.request(number, 8)
+            await request.hand_over()
+            deployment.give_back(request)
+        decode = deployment.decode[0]
+        assert decode.statistics().transfers.handover_s.count == SLOWEST + 1
+        with printed(level=logging.DEBUG) as printed_lines:
+            found = await hand_over_late(deployment, clocks, "computed", 999)
+        parts = decode.statistics().transfers.parts_s
+        assert all(times.count == SLOWEST + 2 for times in parts.values())
+        assert parts["wait_for_data"].maximum == found.wait_for_data_s
+    (slow,) = [line for line in printed_lines.named("receive_slow") if line["room"] == 999]
+    (finished,) = printed_lines.named("receive_finished")
+    assert slow["slowest"] == "wait_for_data"
+    assert slow["slowest_ms"] >= LONG_S * 1e3
+    assert slow["slowest_ms"] == finished["wait_for_data_ms"]
+    assert {"wire_ms", "clock_error_ms"} <= finished.keys()

@@ -21,6 +21,7 @@ from kvflow.blocking import LoopThread
 from kvflow.config import Limits, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError, PagesInUse
 from kvflow.metrics import SERIES, Metric
+from kvflow.observe.breakdown import PARTS
 from kvflow.observe.histograms import Histogram
 from kvflow.prometheus import RankCollector, start_server
 from tests.service.test_closing import crash, leave_broken
@@ -92,6 +93,7 @@ RECEIVED: dict[Point, float] = {
     ("kvflow_first_notice_seconds", ""): 1,
     ("kvflow_handover_bytes", ""): 1,
     ("kvflow_stage_seconds", "aggregate"): 1,
+    **{("kvflow_handover_part_seconds", part): 1 for part in PARTS},
 }
 
 

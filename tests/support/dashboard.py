@@ -67,6 +67,17 @@ PANELS: Final = (
     ),
     Panel(
         HANDOVERS,
+        "Parts of a handover",
+        "On average: what the last piece of a receive waited for, on both sides. docs/tracing.md explains the parts.",
+        "s",
+        {
+            "{{part}}": _rate("kvflow_handover_part_seconds_sum", "part")
+            + " / "
+            + _rate("kvflow_handover_part_seconds_count", "part")
+        },
+    ),
+    Panel(
+        HANDOVERS,
         "Failures by reason",
         "Per second, as each side sees them. docs/failure-model.md explains the reasons.",
         "ops",
