@@ -21,7 +21,7 @@ from kvflow.doctor.findings import DoctorOptions, Finding, fail, name_of, ok, un
 from kvflow.doctor.probe import FINGERPRINT, ProbeOrder, run_in_child
 from kvflow.doctor.ranks import judge_drafts, local_ranks
 from kvflow.doctor.transport import judge_probe
-from kvflow.errors import ConfigError, KvflowError, RemoteProtocolError, TicketError
+from kvflow.errors import ConfigError, RemoteProtocolError, TicketError, describe, shorten
 from kvflow.hosts import host_of, host_towards
 from kvflow.system import system_ports
 from kvflow.trust import Trust
@@ -68,6 +68,7 @@ class Visit:
         fingerprint: Of the layout on this side; None to take that of running ranks.
         hosts: Addresses of the host.
         records: Ranks that the peer answers for.
+        is_registry: It is a registry, and no instance was named.
     """
 
     options: DoctorOptions
@@ -76,6 +77,7 @@ class Visit:
     fingerprint: str | None = None
     hosts: list[str] = field(default_factory=list)
     records: Sequence[RankRecord] = ()
+    is_registry: bool = False
 
 
 def read_target(text: str) -> tuple[str, Ticket | None]:
@@ -141,7 +143,7 @@ async def greeting_and_key(visit: Visit) -> AsyncIterator[Finding]:
     instance = None if visit.ticket is None else visit.ticket.issuer.rank.instance
     answer, refusal = await look_up(visit.address, instance, trust, timeout_s, ANSWERS)
     if isinstance(answer, Records):
-        visit.records = answer.records
+        visit.records, visit.is_registry = answer.records, answer.instance is None
         yield ok(f"it answers, {'without keys' if trust.is_plain else 'and both keys are accepted'}")
     elif isinstance(answer, Refuse):
         yield unknown(
@@ -201,6 +203,11 @@ async def list_ranks(address: str, trust: Trust, timeout_s: float) -> tuple[Rank
 
 async def who_answers(visit: Visit) -> AsyncIterator[Finding]:
     """Which ranks answer, whether all of them can be reached at what they advertise, and whether a ticket is theirs."""
+    if visit.is_registry:
+        yield unknown(
+            "it is a registry; ask about one of its ranks", f"kvflow registry list --registry {visit.address}"
+        )
+        return
     if not visit.records:
         cause = "it answers for no rank: it is a registry without this instance, or a rank that drains"
         yield fail(cause, "check the name of the instance, and the registry that prefill registers with")
@@ -236,9 +243,9 @@ async def fingerprint_and_layout(visit: Visit) -> AsyncIterator[Finding]:
     if not visit.records or _is_probe(visit):
         return
     record = visit.records[0]
-    theirs = record.layout.fingerprint
+    theirs = shorten(record.layout.fingerprint)  # as ranks tell theirs
     own = [answer for answer in await _local_ranks(visit) if answer.role == "decode"]
-    fingerprints = [visit.fingerprint] if visit.fingerprint is not None else [answer.fingerprint for answer in own]
+    fingerprints = [answer.fingerprint for answer in own] if visit.fingerprint is None else [shorten(visit.fingerprint)]
     if not fingerprints:
         cause = f"fingerprint {theirs!r}, {record.layout.summary}; no decode rank runs here to compare"
         yield unknown(cause, "--fingerprint TEXT, or run it on the host of decode")
@@ -257,7 +264,7 @@ async def fingerprint_and_layout(visit: Visit) -> AsyncIterator[Finding]:
             yield fail(cause, "set the same `backend` on both sides")
     if visit.ticket is not None:
         try:
-            visit.ticket.check_compatible(fingerprints[0] if fingerprints else theirs)
+            visit.ticket.check_compatible(record.layout.fingerprint)
         except TicketError as error:
             yield fail(str(error), "serve the same model and version of kvflow on both sides")
 
@@ -323,8 +330,8 @@ async def examine_peer(visit: Visit) -> list[Finding]:
         found = []
         try:
             found = [one async for one in check(visit)]
-        except (KvflowError, OSError) as error:
-            found = [unknown(f"the check has failed: {error}")]
+        except Exception as error:  # noqa: BLE001 - as in `run_checks`
+            found = [unknown(f"the check has failed: {shorten(describe(error))}")]
         findings += [msgspec.structs.replace(one, check=name_of(check)) for one in found]
         if not visit.records and any(one.status == "fail" for one in found):
             break

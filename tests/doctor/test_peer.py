@@ -188,16 +188,23 @@ async def test_wrong_advertised_address_is_found(advertise: str, cause: str) -> 
     assert mended(found, "fail", cause, "`advertise`")
 
 
-async def test_registry_that_knows_nobody_is_found() -> None:
+async def test_registry_is_recognised_and_one_that_does_not_know_the_instance_is_found() -> None:
     async with kvflow.Registry() as registry:
         found = await findings_of(registry.endpoint)
+        assert mended(found["who answers"], "could not look", "it is a registry", "kvflow registry list")
+        rank = kvflow.PrefillRank(prefill_config(registry.endpoint), make_pool().layout)
+        async with rank:
+            ticket = json.dumps(rank.ticket(7))
+            await until(lambda: registry.statistics().ranks == 1)
+            assert str(rank.me) in (await findings_of(ticket))["who answers"][0].cause
+        found = await findings_of(ticket, timeout_s=2.0)
     assert mended(found["who answers"], "fail", "it answers for no rank", "the name of the instance")
 
 
 async def test_probe_on_this_host_is_measured() -> None:
     async with serve_logged_probe(ProbeOrder(), "tcp://127.0.0.1:0") as address:
         found = (await findings_of(address, backend="nixl"))["data transfer"]
-    assert [one.status for one in found] == ["ok", "ok", "ok"]
+    assert "fail" not in [one.status for one in found]
     assert [one.cause.partition(" ")[0] for one in found] == ["a", "path:", "latency"]
 
 

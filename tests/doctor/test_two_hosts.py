@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hosts import lines
+from tests.hosts.deployment import CONTROL_PORT, REGISTRY_PORT, Deployment
 from tests.hosts.hosts import Host, TwoHosts, pipe
 
 pytestmark = [pytest.mark.hosts, pytest.mark.usefixtures("two_hosts")]
@@ -71,3 +74,16 @@ def test_packets_that_are_dropped_are_told_from_a_port_that_is_closed() -> None:
     assert "does not answer within 1 s: the host is down, or a firewall drops it" in dropped["cause"]
     assert "allow TCP port 7199" in dropped["mend"]
     assert "refuses the connection" in closed["cause"]
+
+
+@pytest.mark.slow
+def test_loss_on_the_data_port_alone_is_named_by_the_log_of_running_ranks(tmp_path: Path) -> None:
+    """The same fault while requests are served: the control port answers, and writes do not end."""
+    with Deployment(tmp_path) as deployment:
+        deployment.net.pass_only(CONTROL_PORT, REGISTRY_PORT)
+        deployment.decode.wait_for(lines.Ended, where=lambda ended: ended.reason == "write_failed")
+        prefill = tmp_path / "prefill.log"
+        while "data_connection_silent" not in prefill.read_text():
+            deployment.run(0.2)
+        decode = (tmp_path / "decode.log").read_text()
+    assert '"reason": "write_failed"' in decode

@@ -199,10 +199,10 @@ class TwoHosts:
             ports = ("sport", str(source), "dport", str(target))
             self._rule("add", "pref", BEFORE_ALL, "ipproto", "tcp", *ports, "blackhole")
 
-    def pass_only(self, a_port: int) -> None:
-        """Drop all TCP packets but those from and to one port of host A, as a firewall does that allows no other."""
-        for end in ("sport", "dport"):
-            self._rule("add", "pref", BEFORE_DROPPING, "ipproto", "tcp", end, str(a_port), "lookup", "main")
+    def pass_only(self, *a_ports: int) -> None:
+        """Drop all TCP packets but those from and to some ports of host A, as a firewall does that allows no other."""
+        for port, end in itertools.product(a_ports, ("sport", "dport")):
+            self._rule("add", "pref", BEFORE_DROPPING, "ipproto", "tcp", end, str(port), "lookup", "main")
         self._rule("add", "pref", BEFORE_ALL, "ipproto", "tcp", "blackhole")
 
     def limit(self, rate: str) -> None:
