@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--advertise", metavar="HOST", help="with --listen: host that others use, if not the one bound")
     parser.add_argument("--fingerprint", metavar="TEXT", help="fingerprint of the layout on this side, to compare")
     trust = add_host_options(parser)
+    instance = "with --keys: the instance that the key belongs to, for which the other side lists it"
+    parser.add_argument("--instance", default="kvflow-doctor", metavar="NAME", help=instance)
     trust.add_argument("--plain", action="store_true", help="with --listen: serve other hosts without keys")
     parser.add_argument("--json", action="store_true", help="print the findings as a JSON array")
 
@@ -52,7 +54,9 @@ def _listen(arguments: argparse.Namespace) -> Callable[[], int]:
     from kvflow.cli.tasks import serving  # noqa: PLC0415 - as above
     from kvflow.doctor.probe import ProbeOrder, serve_logged_probe  # noqa: PLC0415 - as above
 
-    order = ProbeOrder(backend=arguments.backend, backend_options=arguments.backend_options)
+    order = ProbeOrder(
+        instance=arguments.instance, backend=arguments.backend, backend_options=arguments.backend_options
+    )
     trust = Trust.none() if arguments.plain else load_trust(arguments.keys) if arguments.keys else None
     return serving("kvflow doctor", serve_logged_probe(order, arguments.listen, arguments.advertise, trust=trust))
 
@@ -69,7 +73,8 @@ def _examine(arguments: argparse.Namespace) -> int:
 
     address, ticket = read_target(arguments.target)
     trust = load_trust(arguments.keys) if arguments.keys else Trust.none()
-    visit = Visit(replace(host_options(arguments), trust=trust), address, ticket, arguments.fingerprint)
+    options = replace(host_options(arguments), trust=trust, instance=arguments.instance)
+    visit = Visit(options, address, ticket, arguments.fingerprint)
     return _show(anyio.run(examine_peer, visit), arguments)
 
 

@@ -60,6 +60,7 @@ class DoctorOptions:
         backend: Transport, as in `kvflow.RankConfig`.
         backend_options: Its options.
         keys: Key directory; None if there is none.
+        instance: Instance that the key belongs to, for a probe.
         trust: Keys to connect with; `Trust.none()` for plain transport.
         socket: Where the sockets of running ranks are; by default, where ranks put them.
         timeout_s: How long a rank, or a peer, may take to answer.
@@ -70,6 +71,7 @@ class DoctorOptions:
     backend: str = "nixl"
     backend_options: dict[str, Any] = field(default_factory=dict)
     keys: str | None = None
+    instance: str = "kvflow-doctor"
     trust: Trust = field(default_factory=Trust.none)
     socket: Path | None = None
     timeout_s: float = 3.0

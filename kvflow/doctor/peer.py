@@ -281,7 +281,11 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
         return
     options = visit.options
     order = ProbeOrder(
-        address=visit.address, backend=options.backend, backend_options=options.backend_options, keys=options.keys
+        address=visit.address,
+        instance=options.instance,
+        backend=options.backend,
+        backend_options=options.backend_options,
+        keys=options.keys,
     )
     result = await anyio.to_thread.run_sync(run_in_child, "ask", order, {}, options.probe_s or DoctorOptions.probe_s)
     own = await host_towards(visit.address) or "this host"

@@ -73,9 +73,16 @@ ROW: Final = re.compile(r"\| +\d+\.\.inf +\|[^|]*\| (.*?) +\|")
 
 
 class ProbeOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is to do. `address` is that of the process that serves; `keys` is a key directory."""
+    """What a process is to do.
+
+    Attributes:
+        address: Of the process that serves, if it is to ask.
+        instance: Name of the instance; with keys, the one that the key belongs to.
+        keys: Key directory, if it is to ask.
+    """
 
     address: str = ""
+    instance: str = "kvflow-doctor"
     backend: str = "nixl"
     backend_options: dict[str, Any] = {}
     keys: str | None = None
@@ -157,9 +164,7 @@ async def serve_probe(
     """
     pool, began_at = ProbePool(), time.monotonic()
     pool.pages[:] = pool.expected()
-    config = kvflow.PrefillConfig(
-        instance="kvflow-doctor", bind=bind, advertise=advertise, packing="never", **_settings(order, trust)
-    )
+    config = kvflow.PrefillConfig(bind=bind, advertise=advertise, packing="never", **_settings(order, trust))
     async with kvflow.PrefillRank(config, pool.layout) as rank, anyio.create_task_group() as tasks:
         for load, count in REPEATS.items():
             for number in range(count):
@@ -224,7 +229,7 @@ async def ask_probe(order: ProbeOrder) -> ProbeResult:
     expected = pool.expected()
     try:
         trust = Trust.none() if order.keys is None else kvflow.load_trust(order.keys)  # it has nothing to hide
-        config = kvflow.DecodeConfig(instance="kvflow-doctor-ask", **_settings(order, trust))
+        config = kvflow.DecodeConfig(**_settings(order, trust))
         async with kvflow.DecodeRank(config, pool.layout) as rank:
             is_identical, seconds = True, dict[str, float]()
             for load in ("piece", "whole", "pieces"):
@@ -258,12 +263,14 @@ async def _receive(rank: kvflow.DecodeRank, order: ProbeOrder, load: str, number
 def _settings(order: ProbeOrder, trust: Trust | None) -> dict[str, Any]:
     """Return what both sides set."""
     return {
+        "instance": order.instance,
         "backend": order.backend,
         "backend_options": order.backend_options,
         "trust": trust,
         "timeouts": TIMEOUTS,
         "staging_bytes": 0,
         "admin": False,
+        "black_box": False,
     }
 
 

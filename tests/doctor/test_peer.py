@@ -22,6 +22,8 @@ from kvflow.doctor.probe import ProbeOrder, serve_logged_probe
 from kvflow.errors import ConfigError, TicketError
 from kvflow.geometry.layout import KVLayout
 from kvflow.hosts import default_host, host_towards
+from kvflow.keys import add_peer, make_keys
+from tests.doctor.test_report import make_private
 from tests.support.instances import QUICK, decode_config, deploy, make_pool, prefill_config
 from tests.support.ports import unused_port
 from tests.support.prefill_client import prefill_process
@@ -206,6 +208,21 @@ async def test_probe_on_this_host_is_measured() -> None:
         found = (await findings_of(address, backend="nixl"))["data transfer"]
     assert "fail" not in [one.status for one in found]
     assert [one.cause.partition(" ")[0] for one in found] == ["a", "path:", "latency"]
+
+
+async def test_probe_uses_the_keys_of_an_instance(tmp_path: Path) -> None:
+    make_private(tmp_path)
+    one, two = tmp_path / "prefill-0", tmp_path / "decode-0"
+    public = {path.name: make_keys(path) for path in (one, two)}
+    add_peer(one, public["decode-0"], "decode-0")
+    add_peer(two, public["prefill-0"], "prefill-0")
+    order = ProbeOrder(instance="prefill-0")
+    async with serve_logged_probe(order, "tcp://127.0.0.1:0", trust=kvflow.load_trust(one)) as address:
+        options: dict[str, Any] = {"backend": "nixl", "keys": str(two), "trust": kvflow.load_trust(two)}
+        found = (await findings_of(address, instance="decode-0", **options))["data transfer"]
+        assert "fail" not in [one.status for one in found]
+        found = (await findings_of(address, instance="decode-1", **options))["data transfer"]
+        assert [one.status for one in found] == ["fail"]
 
 
 async def test_transports_that_differ_do_not_reach_each_other() -> None:
