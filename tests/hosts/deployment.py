@@ -211,6 +211,7 @@ class Deployment:
         needs_options: Pass Mooncake the address of its host.
         has_neighbour: Another prefill instance on the same host serves every other room.
         log_level: Level of the workers' logs.
+        clocks_apart_s: By how much the monotonic clock of A is ahead of that of B. Times in reports from A are, too.
 
     Attributes:
         net: The network and its faults.
@@ -233,8 +234,10 @@ class Deployment:
         needs_options: bool = True,
         has_neighbour: bool = False,
         log_level: int = logging.INFO,
+        clocks_apart_s: int = 0,
     ) -> None:
         self.net = TwoHosts(is_ipv6=is_ipv6)
+        self._clocks_apart_s = clocks_apart_s
         self.router = Router(rate)
         self.backend = backend
         self.rate = rate
@@ -253,6 +256,7 @@ class Deployment:
         with ExitStack() as undo:
             undo.enter_context(self.net)
             undo.callback(self._kill_all)
+            self.net.a.clock_ahead_s = self._clocks_apart_s
             self.start_registry()
             self.start_prefill()
             for number, name in enumerate(self._instances[1:], 1):

@@ -74,9 +74,13 @@ class Host:
         name: "a" or "b".
         address: Its only address besides the loopback.
         hosts_file: File that its processes see as /etc/hosts.
+
+    Attributes:
+        clock_ahead_s: By how much the monotonic clock of processes that it starts is ahead of the machine's.
     """
 
     def __init__(self, name: str, address: str, hosts_file: Path) -> None:
+        self.clock_ahead_s = 0
         self.name = name
         self.address = address
         self._hosts_file = hosts_file
@@ -90,6 +94,8 @@ class Host:
     def spawn(self, command: Sequence[str], *, stderr: IO[str] | int | None = None) -> subprocess.Popen[str]:
         """Start a process on this host; SIGKILL to the returned process also kills everything that it has started."""
         isolate = ["unshare", "--ipc", "--uts", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child"]
+        if self.clock_ahead_s:
+            isolate += ["--time", "--monotonic", str(self.clock_ahead_s)]
         script = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
         prepare = ["sh", "-c", script, "sh", str(self._hosts_file), HOST_NAMES[self.name]]
         return subprocess.Popen(

@@ -62,11 +62,17 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
         at: When the engine noticed.
         room: The room.
         reason: `SUCCESS`, `WRONG_PAGES`, a failure reason or the name of an error.
+        took_s: How long a receive took, by the engine's own clock; 0 if it failed.
+        parts: Its parts, in seconds, as kvflow tells them.
+        clock_error_s: Their error, as kvflow tells it.
     """
 
     at: float
     room: int
     reason: str
+    took_s: float = 0.0
+    parts: dict[str, float] = {}
+    clock_error_s: float = 0.0
 
 
 class Second(msgspec.Struct, frozen=True, tag="second"):

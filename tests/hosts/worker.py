@@ -224,11 +224,12 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             await self._decline(room)
             return
         pages = {"kv": self._pool.pages(lane)}
+        began = now()
         receiver = self._rank.receive(room, prefill=self._settings.server_of(room), tokens=(0, NUM_TOKENS), pages=pages)
         is_complete = False
         try:
             async with receiver:
-                is_complete = await self._receive(receiver, room, lane)
+                is_complete = await self._receive(receiver, room, lane, began)
         except kvflow.KvflowError as error:  # the receive was refused
             self._end(room, reason_of(error))
             self._hold(receiver, lane)
@@ -242,15 +243,19 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             async with self._rank.receive(room, prefill=prefill, tokens=nothing, pages={"kv": []}):
                 pass
 
-    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, lane: int) -> bool:
+    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, lane: int, began: float) -> bool:
         try:
             handover = await receiver.done()
         except kvflow.TransferFailed as error:
             self._end(room, reason_of(error))
             self._hold(receiver, lane)
             return False
+        took_s, breakdown = now() - began, handover.breakdown
         is_right = self._pool.holds(lane, room) and handover.metadata == b"%d" % room
-        self._end(room, lines.SUCCESS if is_right else lines.WRONG_PAGES)
+        reason = lines.SUCCESS if is_right else lines.WRONG_PAGES
+        self._ended[reason] += 1
+        parts, error_s = ({}, 0.0) if breakdown is None else (breakdown.parts, breakdown.clock_error_s)
+        tell(lines.Ended(now(), room, reason, took_s, parts, error_s))
         return True
 
     async def _use(self, room: int, lane: int) -> None:
