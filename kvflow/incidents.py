@@ -123,7 +123,8 @@ class Incidents:
         if save is None or box is None:
             return
         kept, causes, self._causes, self._last_at = box.kept(), tuple(self._causes), [], self._ports.now()
-        header = msgspec.structs.replace(self._header, first=kept.first, causes=causes)
+        num_lasting = None if kept.lasting is None else len(kept.lasting)
+        header = msgspec.structs.replace(self._header, first=kept.first, lasting=num_lasting, causes=causes)
         try:
             path = path or self._next_path()
             await self._ports.run_in_thread(partial(save, path, _frames(header, kept)))
@@ -143,6 +144,8 @@ class Incidents:
 def _frames(header: Header, kept: BoxContents) -> Iterator[bytes]:
     veil = Veil()
     yield frame(encode(header))
+    for entry in kept.lasting or ():
+        yield frame(veil.veil(entry))
     for batch in kept.batches:
         yield b"".join(map(frame, veil.veil_batch(batch)))
 

@@ -46,6 +46,7 @@ PURE: Final = [
     "kvflow.state",
     "kvflow.state.decode.core",
     "kvflow.state.prefill.core",
+    "kvflow.state.part_replay",
     "kvflow.state.recorder",
     "kvflow.state.replay",
     "kvflow.wire.codec",

@@ -21,7 +21,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.messages import grant_token
 from kvflow.state.settings import DecodeSettings, PrefillSettings
-from kvflow.wire.messages import PeerId
+from kvflow.wire.messages import Goodbye, Hello, PeerId, Refuse, Welcome
 
 __all__ = [
     "FORMAT",
@@ -43,6 +43,8 @@ LENGTH_BYTES: Final = 4
 
 KEPT_S: Final = 60.0
 KEPT_BYTES: Final = 16 * 2**20
+
+LASTING_BYTES: Final = 4 * 2**20
 
 BATCH: Final = 64
 """Events that are encoded together."""
@@ -72,6 +74,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         settings: Those of the core, as MessagePack.
         version: Of kvflow.
         first: Number of the first entry; it is not 0 if earlier events are not in the recording.
+        lasting: So many entries come before it: those of earlier events that still matter, as they made the
+            connections. None if they were too many to be kept.
         causes: Why it was written; none if it is written all the time.
     """
 
@@ -81,6 +85,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     settings: msgspec.Raw
     version: str = ""
     first: int = 0
+    lasting: int | None = 0
     causes: tuple[Cause, ...] = ()
 
 
@@ -161,19 +166,35 @@ def shown(effect: object) -> object:
 # Keeping -------------------------------------------------------------------------------------------------------------
 
 
+LASTING: Final = frozenset(
+    {
+        *(ev.ConnectFailed, ev.ConnectionLost, ev.ConnectionObstructed, ev.ConnectionRefused, ev.FenceImpossible),
+        *(ev.HelloChecked, ev.InstanceFound, ev.LookUpRefused, ev.PeerFenced, ev.PeerRevoked, ev.ProbeFinished),
+        *(ev.ReplyLost, ev.RoutesCompiled, Goodbye, Hello, Refuse, Welcome),
+        *(ef.CheckHello, ef.CompileRoutes, ef.Connect, ef.Disconnect, ef.DisconnectTransport, ef.LookUp),
+    }
+)
+"""Events, messages and effects that make or end a connection to a peer."""
+
+
 class BoxContents(NamedTuple):
-    """What a black box held at some moment: encoded entries with their secrets, and the number of the first."""
+    """What a black box held at some moment: encoded entries with their secrets, and the number of the first.
+
+    `lasting` are earlier ones that still matter; None if they were too many.
+    """
 
     first: int
     batches: Sequence[bytes]
+    lasting: Sequence[bytes] | None
 
 
 class Batch(NamedTuple):
-    """Encoded entries, and when the last one happened."""
+    """Encoded entries, when the last one happened, and those of them that will matter when the others do not."""
 
     ended_at: float
     num_events: int
     data: bytes
+    lasting: Sequence[bytes]
 
 
 class BlackBox:
@@ -198,12 +219,14 @@ class BlackBox:
         self._batches: deque[Batch] = deque()
         self._num_bytes = 0
         self._first = 0
+        self._lasting: list[bytes] | None = []
 
     def kept(self) -> BoxContents:
         """Return what is kept now."""
         if self.recent:
             self.pack()
-        return BoxContents(self._first, [batch.data for batch in self._batches])
+        lasting = None if self._lasting is None else list(self._lasting)
+        return BoxContents(self._first, [batch.data for batch in self._batches], lasting)
 
     def pack(self) -> None:
         """Encode the recent events, and drop the oldest that are too much; `recent` must not be empty.
@@ -216,7 +239,8 @@ class BlackBox:
         if self._write is not None:
             for entry in entries:
                 self._write(encode(entry))
-        batch = Batch(recent[-1][1], len(recent), encode(entries))
+        lasting = [encode(entry) for each, entry in zip(recent, entries, strict=True) if _is_lasting(each[0], each[2])]
+        batch = Batch(recent[-1][1], len(recent), encode(entries), lasting)
         self._batches.append(batch)
         self._num_bytes += len(batch.data)
         oldest = batch.ended_at - KEPT_S
@@ -224,6 +248,18 @@ class BlackBox:
             dropped = self._batches.popleft()
             self._num_bytes -= len(dropped.data)
             self._first += dropped.num_events
+            if dropped.lasting and self._lasting is not None:
+                self._lasting += dropped.lasting
+                if sum(map(len, self._lasting)) > LASTING_BYTES:
+                    self._lasting = None
+
+
+def _is_lasting(event: Any, effects: Sequence[Any]) -> bool:
+    """Return whether an event makes or ends a connection to a peer, or tries."""
+    if not LASTING.isdisjoint((type(event), type(getattr(event, "message", None)), *map(type, effects))):
+        return True
+    is_timer = type(event) is ev.TimePassed
+    return is_timer and any(type(each) is ef.SendMessage and type(each.message) is Hello for each in effects)
 
 
 def _entry(event: Any, now: float, effects: Sequence[object], error: str) -> tuple[object, ...]:

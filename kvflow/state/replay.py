@@ -1,12 +1,12 @@
 """Reads recordings, and feeds them to fresh cores. Pure, except for the file that it is given."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, Final, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
-from kvflow.errors import ConfigError, KvflowError
+from kvflow.errors import ConfigError
 from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
@@ -16,7 +16,17 @@ from kvflow.state.recorder import FORMAT, LENGTH_BYTES, Entry, Header, encode, s
 from kvflow.state.settings import DecodeSettings, PrefillSettings
 from kvflow.wire.messages import PeerId
 
-__all__ = ["Moment", "Recording", "Replay", "ReplayDifference", "read_recording", "read_settings", "replay"]
+__all__ = [
+    "FreshCore",
+    "Moment",
+    "Recording",
+    "Replay",
+    "ReplayDifference",
+    "as_plain",
+    "read_recording",
+    "read_settings",
+    "replay",
+]
 
 Event = ev.PrefillEvent | ev.DecodeEvent
 Effect = ef.PrefillEffect | ef.DecodeEffect
@@ -43,15 +53,15 @@ class Moment(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A recording that was read. One that was cut off, as of a killed process, is read as far as it goes."""
+    """A recording that was read. One that was cut off, as of a killed process, is read as far as it goes.
+
+    Attributes:
+        lasting: Earlier events that made the connections, if the recording does not begin with its rank.
+    """
 
     header: Header
     moments: Sequence[Moment]
-
-    @property
-    def begins_with_rank(self) -> bool:
-        """Whether no event is missing before the first, so that it can be replayed."""
-        return self.header.first == 0
+    lasting: Sequence[Moment] = ()
 
 
 class ReplayDifference(NamedTuple):
@@ -101,9 +111,42 @@ def read_recording(file: BinaryIO) -> Recording:
     if header.format != FORMAT:
         raise ConfigError("recording has a different format", format=header.format, spoken=FORMAT)
     try:
-        return Recording(header, [_moment(number, data) for number, data in enumerate(frames, header.first)])
+        num_lasting = header.lasting or 0
+        moments = [_moment(number, data) for number, data in enumerate(frames, header.first - num_lasting)]
+        return Recording(header, moments[num_lasting:], moments[:num_lasting])
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError("recording is damaged", detail=str(error)) from error
+
+
+class FreshCore:
+    """A core as a rank has it when it is opened, which is fed recorded events.
+
+    Raises:
+        ConfigError: The settings in the header are damaged.
+    """
+
+    def __init__(self, header: Header) -> None:
+        settings = read_settings(header)
+        self._settings = settings
+        self.core: PrefillCore | DecodeCore
+        if isinstance(settings, PrefillSettings):
+            self.core = PrefillCore(header.me, settings)
+        else:
+            self.core = DecodeCore(header.me, settings)
+
+    def handle(self, event: Event, now: float) -> tuple[Sequence[Effect], str]:
+        """Return the effects of an event, and the name of the error that the core has raised instead, if any."""
+        if isinstance(event, ev.HelloChecked) and not event.failure and isinstance(self._settings, PrefillSettings):
+            event = msgspec.structs.replace(event, link=link_for(event.hello, self._settings))
+        try:
+            return list(self.core.handle(event, now)), ""  # type: ignore[arg-type] # recorded by a core of the same role
+        except Exception as error:  # noqa: BLE001 - it was recorded by its name, too
+            return [], type(error).__name__
+
+
+def as_plain(effects: Iterable[Effect]) -> list[tuple[str, Any]]:
+    """Return effects as a recording has them."""
+    return [(type(effect).__name__, msgspec.msgpack.decode(encode(shown(effect)))) for effect in effects]
 
 
 def read_settings(header: Header) -> PrefillSettings | DecodeSettings:
@@ -124,31 +167,17 @@ def replay(recording: Recording) -> Replay:
     header = recording.header
     if header.first:
         raise ConfigError("recording begins after its rank, so a fresh core cannot follow it", missing=header.first)
-    settings = read_settings(header)
-    core = (
-        PrefillCore(header.me, settings) if isinstance(settings, PrefillSettings) else DecodeCore(header.me, settings)
-    )
+    core = FreshCore(header)
     num_events = num_effects = 0
     for moment in recording.moments:
-        event = moment.event
-        if isinstance(event, ev.HelloChecked) and not event.failure and isinstance(settings, PrefillSettings):
-            event = msgspec.structs.replace(event, link=link_for(event.hello, settings))
-        effects, error_name = _handle(core, event, moment.now)
+        effects, error_name = core.handle(moment.event, moment.now)
         num_events, num_effects = num_events + 1, num_effects + len(effects)
-        replayed = [(type(effect).__name__, msgspec.msgpack.decode(encode(shown(effect)))) for effect in effects]
-        if replayed != list(moment.effects) or error_name != moment.error:
+        if as_plain(effects) != list(moment.effects) or error_name != moment.error:
             found: Sequence[object] = [error_name] if error_name else effects
             recorded: Sequence[object] = [moment.error] if moment.error else moment.effects
             difference = ReplayDifference(moment.number, moment.now, moment.event, recorded, found)
             return Replay(header.role, header.me, num_events, num_effects, difference)
     return Replay(header.role, header.me, num_events, num_effects, None)
-
-
-def _handle(core: PrefillCore | DecodeCore, event: Event, now: float) -> tuple[list[Effect], str]:
-    try:
-        return list(core.handle(event, now)), ""  # type: ignore[arg-type] # recorded by a core of the same role
-    except KvflowError as error:
-        return [], type(error).__name__
 
 
 def _moment(number: int, data: bytes) -> Moment:

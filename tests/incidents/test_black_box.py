@@ -139,7 +139,8 @@ def test_what_is_kept_is_bounded_in_bytes_and_seconds() -> None:
         box.recent.append((ev.TimePassed(), number / 1e3, [], ""))
         if len(box.recent) == box.batch:
             box.pack()
-    first, batches = box.kept()
+    first, batches, lasting = box.kept()
+    assert lasting == []
     assert sum(map(len, batches)) <= 10_000
     entries = [entry for batch in batches for entry in msgspec.msgpack.decode(batch)]
     assert first + len(entries) == 10_000

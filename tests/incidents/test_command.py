@@ -16,12 +16,15 @@ import msgspec
 import pytest
 
 import kvflow
+from kvflow import incidents
 from kvflow.admin.client import ask, find_sockets
 from kvflow.admin.incident_files import ENDING
 from kvflow.admin.messages import IncidentAnswer, IncidentRequest
 from kvflow.cli import main as cli
 from kvflow.cli.main import main
 from kvflow.config import Timeouts
+from kvflow.state import events as ev
+from kvflow.state import recorder
 from kvflow.state.recorder import encode, frame
 from kvflow.state.replay import read_recording
 from simulation.scenario import play
@@ -248,20 +251,103 @@ def test_the_time_line_can_be_looked_at(directories: dict[Stage, Path], tmp_path
     assert any("deadline: not complete within 0.5 s" in item["name"] for item in items)
 
 
-def test_a_recording_without_its_beginning_is_told_and_not_replayed(
-    directories: dict[Stage, Path], tmp_path: Path, capsys: Capture
+# Without the beginning ---------------------------------------------------------------------------------------------
+
+
+async def fill_boxes(directory: Path, **packing: object) -> None:
+    """Hand over rooms, the last of which fails, until the boxes have dropped their first events."""
+    async with deploy(digest_every=1, **for_both(directory, **packing)) as deployment:
+        for room in range(10, 40):
+            request = deployment.request(room, 10)
+            await request.hand_over(chunk=4)
+            deployment.give_back(request)
+        await corrupt(deployment)
+
+
+@pytest.fixture
+def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with files of ranks whose boxes hold only their last events."""
+    monkeypatch.setattr(recorder, "BATCH", 16)
+    monkeypatch.setattr(incidents, "BlackBox", lambda write: recorder.BlackBox(write, max_bytes=25_000))
+    anyio.run(fill_boxes, tmp_path)
+    for role in ("prefill", "decode"):
+        for path in sorted(tmp_path.glob(f"{role}-*"))[:-1]:
+            path.unlink()
+    return tmp_path
+
+
+@pytest.mark.host_memory
+def test_rooms_opened_within_a_recording_are_replayed(later: Path, capsys: Capture) -> None:
+    text = told(later, capsys, "--room", "1")
+    replayed = re.findall(r"replay of \w+/0: in part, (\d+) rooms that were opened meanwhile.*: code and (.*)", text)
+    assert [found for _, found in replayed] == ["recording agree"] * 2
+    assert all(int(count) > 5 for count, _ in replayed)
+    assert "what has arrived is not what was sent" in text
+
+
+@pytest.mark.host_memory
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_difference_within_a_part_is_found(role: str, later: Path, capsys: Capture) -> None:
+    (path,) = later.glob(f"{role}-*")
+    found = frames(path.read_bytes())
+    reports = [number for number, data in enumerate(found) if b"Report" in data and b"success" in data]
+    changed = found[reports[-1]].replace(b"success", b"aborted")
+    path.write_bytes(b"".join([*found[: reports[-1]], changed, *found[reports[-1] + 1 :]]))
+    assert main(["incident", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "code and recording differ" in text
+    assert re.search(r"recorded:\n.*aborted", text)
+    assert "the reason may be a room that was opened before" in text
+
+
+@pytest.mark.host_memory
+def test_a_part_without_its_connections_cannot_be_replayed(
+    later: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (path,) = later.glob("decode-*")
+    recording = read_recording(BytesIO(path.read_bytes()))
+    header = msgspec.structs.replace(recording.header, lasting=None)
+    entries = frames(path.read_bytes())[1 + len(recording.lasting) :]
+    path.write_bytes(b"".join([frame(encode(header)), *entries]))
+    assert "replay of decode/0: not possible: the events that made the connections were" in told(later, capsys)
+
+
+@pytest.mark.host_memory
+def test_a_part_is_replayed_until_a_room_matters_that_was_left_out(later: Path, capsys: Capture) -> None:
+    (path,) = later.glob("prefill-*")
+    recording = read_recording(BytesIO(path.read_bytes()))
+    num_before = 1 + len(recording.lasting)
+    chunks = [at for at, moment in enumerate(recording.moments) if isinstance(moment.event, ev.ChunkOffered)]
+    all_frames = frames(path.read_bytes())
+    twice = all_frames[num_before + chunks[-1]]  # as if the fresh core were a chunk ahead
+    path.write_bytes(b"".join([*all_frames[: num_before + chunks[-1]], twice, *all_frames[num_before + chunks[-1] :]]))
+    text = told(later, capsys)
+    number = recording.header.first + chunks[-1] + 1
+    assert f"up to event {number}, as it depends on one of these: code and recording agree" in text
+
+
+def test_what_made_the_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "LASTING_BYTES", 1_000)
+    box = recorder.BlackBox(max_bytes=1_000)
+    for number in range(2_000):
+        box.recent.append((ev.ReplyLost(b"one"), float(number), [], ""))
+        if len(box.recent) == box.batch:
+            box.pack()
+    assert box.kept().lasting is None
+
+
+@pytest.mark.host_memory
+def test_files_of_one_rank_are_joined(directories: dict[Stage, Path], tmp_path: Path, capsys: Capture) -> None:
     (path,) = directories[stage_corruption].glob("decode-*")
     recording = read_recording(BytesIO(path.read_bytes()))
-    header, *entries = frames(path.read_bytes())
-    later = msgspec.structs.replace(recording.header, first=5)
+    _, *entries = frames(path.read_bytes())
+    later = msgspec.structs.replace(recording.header, first=5, lasting=None)
     (tmp_path / f"later{ENDING}").write_bytes(b"".join([frame(encode(later)), *entries[5:]]))
-    assert header not in entries
-    text = told(tmp_path, capsys)
-    assert "replay of decode/0: not possible, as its first 5 events are missing" in text
-    assert "what has arrived is not what was sent" in text
-    joined = told(tmp_path, capsys, str(path))
-    assert AGREE in joined
+    assert "not possible" in told(tmp_path, capsys)
+    (tmp_path / f"before{ENDING}").write_bytes(b"".join([frame(encode(recording.header)), *entries[:8]]))
+    assert AGREE in told(tmp_path, capsys)
+    (tmp_path / f"before{ENDING}").write_bytes(b"".join([frame(encode(recording.header)), *entries[:3]]))
+    assert "not possible, as events between its files are missing" in told(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("options", [[], ["file", "--now"], ["/nowhere"]])

@@ -168,20 +168,34 @@ def _at_on_line(story: "Story", side: "Side", at: float) -> float:
 
 
 def _replay(side: "Side") -> int:
-    """Replay a side, and say whether code and recording agree."""
+    """Replay a side, or what can be replayed of it, and say whether code and recording agree."""
+    from kvflow.state.part_replay import replay_part  # noqa: PLC0415 - as above
     from kvflow.state.replay import replay  # noqa: PLC0415 - as above
 
-    if side.header.first or side.has_gap:
-        missing = "events between its files" if side.has_gap else f"its first {side.header.first} events"
-        print(f"replay of {side.name}: not possible, as {missing} are missing; the setting `record` keeps all")
+    head = f"replay of {side.name}"
+    if side.has_gap:
+        print(f"{head}: not possible, as events between its files are missing")
         return 0
-    result = replay(side.recording)
-    head = f"replay of {side.name}: {result.num_events} events, {result.num_effects} effects"
-    if result.difference is None:
-        print(f"{head}: code and recording agree")
+    if not side.header.first:
+        whole = replay(side.recording)
+        difference = whole.difference
+        head = f"{head}: {whole.num_events} events, {whole.num_effects} effects"
+    else:
+        try:
+            part = replay_part(side.recording)
+        except ConfigError as error:
+            print(f"{head}: not possible: {error}; the setting `record` keeps all events")
+            return 0
+        difference = part.difference
+        head = f"{head}: in part, {part.num_rooms} rooms that were opened meanwhile"
+        head += f", without {part.num_left_out} others" if part.num_left_out else ""
+        head += "" if part.stopped_at is None else f", up to event {part.stopped_at}, as it depends on one of these"
+    print(f"{head}: code and recording {'agree' if difference is None else 'differ'}")
+    if difference is None:
         return 0
-    print(f"{head}: code and recording differ")
-    print("\n".join(_told_difference(result.difference)))
+    print("\n".join(_told_difference(difference)))
+    if side.header.first:
+        print("  the reason may be a room that was opened before")
     return EXIT_DIFFERENCE
 
 

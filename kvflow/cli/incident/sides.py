@@ -9,6 +9,7 @@ import msgspec
 from kvflow.errors import ConfigError
 from kvflow.room import RoomId
 from kvflow.state import events as ev
+from kvflow.state.part_replay import room_of, rooms_in
 from kvflow.state.recorder import Cause, Header
 from kvflow.state.replay import Moment, Recording, read_recording
 from kvflow.wire.messages import Hello, PeerId
@@ -45,8 +46,11 @@ class Side:
         newest = max(recordings, key=lambda one: one.header.first + len(one.moments))
         known = {moment.number: moment for one in recordings for moment in one.moments}
         causes = {cause: None for one in recordings for cause in one.header.causes}
-        first = min(one.header.first for one in recordings)
-        self.header: Header = msgspec.structs.replace(newest.header, first=first, causes=tuple(causes))
+        oldest = min(recordings, key=lambda one: one.header.first)
+        self.header: Header = msgspec.structs.replace(
+            newest.header, first=oldest.header.first, lasting=oldest.header.lasting, causes=tuple(causes)
+        )
+        self._lasting = oldest.lasting
         self.moments: Sequence[Moment] = [known[number] for number in sorted(known)]
         self.has_gap = bool(known) and max(known) - min(known) + 1 != len(known)
         self.room_of: dict[int, RoomId] = {
@@ -83,7 +87,7 @@ class Side:
     @property
     def recording(self) -> Recording:
         """Everything, to be replayed."""
-        return Recording(self.header, self.moments)
+        return Recording(self.header, self.moments, self._lasting)
 
     @property
     def span(self) -> tuple[float, float]:
@@ -93,11 +97,10 @@ class Side:
     def rooms_of(self, moment: Moment) -> set[RoomId]:
         """Return the rooms that an event, or its effects, are about."""
         event: Any = moment.event
-        carriers = [event, *(getattr(event, name, None) for name in ("message", "notice", "delivery"))]
-        found = {room for carrier in carriers if (room := getattr(carrier, "room", None)) is not None}
+        found = {room for room in [room_of(event)] if room is not None}
         generations = [getattr(event, "generation", None)]
         for _, fields in moment.effects:
-            found.update(_rooms_in(fields))
+            found.update(rooms_in(fields))
             generations += [fields.get("generation")] if isinstance(fields, dict) else []
         return found | {self.room_of[one] for one in generations if one in self.room_of}
 
@@ -206,16 +209,3 @@ def _ident(message: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _peer(value: Sequence[Any]) -> PeerId:
     return msgspec.convert(value, PeerId)
-
-
-def _rooms_in(fields: Any) -> set[RoomId]:
-    """Return the rooms in the fields of an effect."""
-    if not isinstance(fields, dict):
-        return set()
-    found = {
-        fields.get("room"),
-        *(fields.get(name, {}).get("room") for name in ("message", "notice") if name in fields),
-    }
-    if "delivery" in fields:
-        found.add(fields["delivery"][0])
-    return found - {None}
