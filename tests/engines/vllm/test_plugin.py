@@ -108,8 +108,9 @@ def test_series_are_filled() -> None:
     assert found["vllm:kvflow_recomputed_tokens_totalno_ticket"] == 200
     assert (found["vllm:kvflow_held_blocks_total"], found["vllm:kvflow_freed_blocks_total"]) == (6, 2)
     assert found["vllm:kvflow_transfer_bytes_sum"] == 2**21
-    parts = {name: value for name, value in found.items() if "part_seconds_sum" in name}
-    assert [value for name, value in parts.items()] == [0.2, 1.0], parts
+    exported = generate_latest(REGISTRY).decode()
+    for part, seconds in (("queue", 0.2), ("wire", 1.0)):
+        assert f'seconds_sum{{engine="0",model_name="model",part="{part}"}} {seconds}' in exported
     assert not [name for name in found if name.startswith("vllm:nixl")]
     assert (Stats(sent).reduce()["Failures"], Stats(sent).reduce()["Mostly"]) == ("not_granted", "wire")
 
