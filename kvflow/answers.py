@@ -118,7 +118,7 @@ class RankAnswers:
 
     def _status(self) -> msg.StatusAnswer:
         rank, facts = self._rank, self._facts
-        oldest = [transfer.log_line().elapsed_s for _, transfer in self._transfers.oldest(1)]
+        oldest = [transfer._log_line().elapsed_s for _, transfer in self._transfers.oldest(1)]
         return msg.StatusAnswer(
             instance=rank.me.rank.instance,
             engine_rank=rank.me.rank.engine_rank,
@@ -126,7 +126,7 @@ class RankAnswers:
             role=facts.role,
             version=__version__,
             pid=os.getpid(),
-            uptime_s=rank.now() - facts.opened_at,
+            uptime_s=rank._now() - facts.opened_at,
             backend=facts.backend,
             paths=facts.paths,
             endpoint=facts.endpoint,
@@ -141,7 +141,7 @@ class RankAnswers:
         )
 
     def _room_row(self, key: RoomId, transfer: "Transfer") -> msg.RoomRow:
-        line = transfer.log_line()
+        line = transfer._log_line()
         peers: Sequence[object] = self._transfers.core.peers_of(key)
         if not peers and line.prefill is not None:
             peers = [line.prefill]
@@ -170,7 +170,7 @@ class RankAnswers:
 def health_of(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> msg.Health:
     """Return whether a rank can transfer, and if not, why."""
     try:
-        rank.check_usable()
+        rank._check_usable()
     except LocalProtocolError as error:  # it is closing
         return msg.Health(transfer="degraded", reason=str(error), live=True, ready=False)
     except KvflowError as error:

@@ -87,8 +87,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
                 value=config.proofs.queue_pairs_die_with_process_s,
                 backend=self._backend.name,
             )
-        self._checks = ReceiveChecks(config, layout, lambda: self._trust, self.footprint)
-        self.check_wanted = self._checks.check_wanted
+        self._checks = ReceiveChecks(config, layout, lambda: self._trust, self._footprint_of)
+        self._check_wanted = self._checks.check_wanted
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
         self.totals = self._transfers.totals
@@ -137,9 +137,9 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         """
         asked = self._check_request(room, prefill, **options)
         try:
-            wanted = self.check_wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
+            wanted = self._check_wanted(tokens, pages, digest=digest, timeout_s=asked.timeout_s)
         except KvflowError as error:
-            self._decline_soon(_declined(asked.opened, self.failure(reason_of(error), str(error))))
+            self._decline_soon(_declined(asked.opened, self._new_failure(reason_of(error), str(error))))
             raise
         return RoomReceiver(self, asked, asked.opened, wanted)
 
@@ -191,9 +191,9 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             ConfigError, TicketError, LocalProtocolError: As in `receive`.
             RankBroken: The rank is broken.
         """
-        self.check_usable()
+        self._check_usable()
         asked = self._checks.check_request(room, prefill, capability=capability)
-        self._decline_soon(_declined(asked.opened, self.failure(FailureReason.ABORTED, detail)))
+        self._decline_soon(_declined(asked.opened, self._new_failure(FailureReason.ABORTED, detail)))
 
     def _check_request(
         self, room: RoomId | None, prefill: Prefill, **options: Unpack[ReceiveOptions]
@@ -204,27 +204,27 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             try:
                 asked.ticket.check_compatible(self.layout.fingerprint)
             except TicketError as error:
-                self._decline_soon(_declined(asked.opened, self.failure(FailureReason.REFUSED, str(error))))
+                self._decline_soon(_declined(asked.opened, self._new_failure(FailureReason.REFUSED, str(error))))
                 raise
         return asked
 
     def _decline_soon(self, declined: ev.RoomDeclined) -> None:
         """Pass a decline to the core on the event loop, under a new generation. May be called from any thread."""
-        if self._loop is None or not self.is_usable:
+        if self._loop is None or not self._is_usable:
             return
         declined = msgspec.structs.replace(declined, generation=next(self._generations))
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self.dispatch, declined)
+            self._loop.call_soon_threadsafe(self._dispatch, declined)
 
     @override
     def _note_refused(self, event: ev.DecodeEvent, failure: Failure) -> None:
         if isinstance(event, ev.ReceiveOpened):
             self._decline_soon(_declined(event, failure))
 
-    def open_receiver(self, receiver: RoomReceiver, opened: ev.ReceiveOpened, wanted: Wanted | None) -> int:
+    def _open_receiver(self, receiver: RoomReceiver, opened: ev.ReceiveOpened, wanted: Wanted | None) -> int:
         """Open a receiver under a new generation, which no other transfer of this incarnation uses, and return it.
 
-        Raises as `open_transfer`. Nothing is wanted of a room that is only announced.
+        Raises as `_open_transfer`. Nothing is wanted of a room that is only announced.
         """
         if receiver.trace_context.is_malformed:
             self._anomalies.count("traceparent_malformed")
@@ -234,7 +234,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         secret = hashlib.blake2b(number, key=self._secret, digest_size=SECRET_BYTES).digest()
         if wanted is None:
             event = msgspec.structs.replace(opened, generation=generation, secret=secret)
-            self.open_transfer(generation, receiver, event, Memory.SAFE)
+            self._open_transfer(generation, receiver, event, Memory.SAFE)
             return generation
         event = msgspec.structs.replace(
             opened,
@@ -246,13 +246,13 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             footprint=wanted.footprint,
             digest=self._wants_digest(generation, wanted),
         )
-        self.open_transfer(generation, receiver, event)
+        self._open_transfer(generation, receiver, event)
         return generation
 
-    def grant(self, room: RoomId, generation: int, wanted: Wanted) -> None:
+    def _grant_pages(self, room: RoomId, generation: int, wanted: Wanted) -> None:
         """Provide the pages of an announced room. If this raises, nothing has changed."""
         digest = self._wants_digest(generation, wanted)
-        self.request(
+        self._request(
             ev.ReceiveGranted(room, generation, wanted.ranges, wanted.pages, wanted.timeout_s, wanted.footprint, digest)
         )
 
@@ -292,8 +292,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             config.registry,
             self._log,
             self._context,
-            lambda instance, records, number: self.dispatch(ev.InstanceFound(instance, records, number)),
-            lambda instance, detail, is_short: self.dispatch(ev.LookUpRefused(instance, detail, is_short)),
+            lambda instance, records, number: self._dispatch(ev.InstanceFound(instance, records, number)),
+            lambda instance, detail, is_short: self._dispatch(ev.LookUpRefused(instance, detail, is_short)),
             self._trust,
         )
         self._resources.callback(self._directories.close)
@@ -346,7 +346,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
     def _report_receiver(self, effect: ef.ReportReceiver) -> None:
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
-            handover = receiver.note_received(effect.received)
+            handover = receiver._note_received(effect.received)
             totals = self.totals
             totals.received.append(
                 Received(handover.elapsed_s, handover.first_notice_s, handover.num_bytes, handover.timeline)
@@ -354,7 +354,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             if len(totals.received) >= RECEIVED_AT_ONCE:
                 totals.count_received()
             if handover.elapsed_s > totals.slow_s:
-                self._anomalies.log(logging.INFO, "receive_slow", slow_values(receiver.log_line()))
+                self._anomalies.log(logging.INFO, "receive_slow", slow_values(receiver._log_line()))
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)

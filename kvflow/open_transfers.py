@@ -121,7 +121,7 @@ class OpenTransfers(Generic[AnyTransfer]):
 
     def remove_refused(self, key: RoomId, transfer: AnyTransfer, before: AnyTransfer | None) -> None:
         """Remove a transfer that the core has refused; `before` has its key again."""
-        transfer.mark_refused()
+        transfer._mark_refused()
         if self.tracer is not None:
             self.tracer.end_span(transfer)
         if self.takes_proofs:
@@ -136,14 +136,14 @@ class OpenTransfers(Generic[AnyTransfer]):
         if transfer is None:
             return
         was_pending, before = transfer.outcome is Outcome.PENDING, transfer.memory
-        transfer.report(effect.outcome, effect.memory, effect.failure)
+        transfer._report(effect.outcome, effect.memory, effect.failure)
         is_over = effect.outcome is not Outcome.PENDING
         if was_pending and is_over:
             self.totals.ended[effect.outcome, None if effect.failure is None else effect.failure.reason] += 1
             if self.tracer is not None:
                 self.tracer.end_span(transfer)
             if LOGGER.isEnabledFor(logging.WARNING if effect.failure else logging.DEBUG):
-                log_transfer(self._log, transfer.log_line())
+                log_transfer(self._log, transfer._log_line())
             if effect.failure is not None and effect.failure.reason not in ORDERLY:
                 self.note_incident(f"{effect.failure.reason.value}: {effect.failure.detail}", transfer.room)
         if (effect.memory is Memory.QUARANTINED) is not (before is Memory.QUARANTINED):
@@ -166,7 +166,7 @@ class OpenTransfers(Generic[AnyTransfer]):
                 outcome = Outcome.FAILED
                 self.totals.ended[outcome, failure.reason] += 1
             memory = Memory.SAFE if transfer.memory is Memory.SAFE else Memory.QUARANTINED
-            transfer.report(outcome, memory, transfer.failure or failure)
+            transfer._report(outcome, memory, transfer.failure or failure)
             if was_pending and self.tracer is not None:
                 self.tracer.end_span(transfer)
         self.num_unsettled = 0
@@ -176,12 +176,12 @@ class OpenTransfers(Generic[AnyTransfer]):
         """Record that no further proof will arrive, because the rank is closed."""
         self.takes_proofs = False
         for transfer in self.by_key.values():
-            transfer.mark_rank_closed()
+            transfer._mark_rank_closed()
 
     def release(self, key: RoomId) -> None:
         """Report the pages of a transfer as safe, and forget it."""
         transfer = self.by_key.pop(key)
-        transfer.report(transfer.outcome, Memory.SAFE, transfer.failure)
+        transfer._report(transfer.outcome, Memory.SAFE, transfer.failure)
 
     async def wait_until_settled(self, timeout_s: float) -> None:
         """Wait until every transfer has an outcome, with its pages safe or in quarantine, or until the timeout."""
@@ -202,12 +202,12 @@ class OpenTransfers(Generic[AnyTransfer]):
     @property
     def oldest_quarantine_s(self) -> float:
         """How long the oldest quarantine has lasted, in seconds; 0 if nothing is in quarantine."""
-        return max((transfer.quarantined_s for transfer in self.by_key.values()), default=0.0)
+        return max((transfer._quarantined_s for transfer in self.by_key.values()), default=0.0)
 
     @property
     def num_quarantined(self) -> int:
         """How many transfers are in quarantine."""
-        return sum(transfer.is_quarantined for transfer in self.by_key.values())
+        return sum(transfer._is_quarantined for transfer in self.by_key.values())
 
     def oldest(self, limit: int) -> Iterable[tuple[RoomId, AnyTransfer]]:
         """Return the first of all transfers, in the order in which they were opened, with their keys."""
@@ -215,13 +215,13 @@ class OpenTransfers(Generic[AnyTransfer]):
 
     def quarantined(self, limit: int | None = None) -> list[QuarantineRecord]:
         """List the transfers in quarantine, or the first of them, in the order in which they were opened."""
-        found = ((key, transfer) for key, transfer in self.by_key.items() if transfer.is_quarantined)
+        found = ((key, transfer) for key, transfer in self.by_key.items() if transfer._is_quarantined)
         return [self._record_of(key, transfer) for key, transfer in islice(found, limit)]
 
     def find_quarantined(self, which: RoomId | QuarantineRecord, because: str | None = None) -> list[RoomId]:
         """Return the keys of a room's transfers in quarantine, or of one record's; raise LocalProtocolError if none."""
         room = which.room if isinstance(which, QuarantineRecord) else check_room(which)
-        found = {key: it for key, it in self.by_key.items() if it.is_quarantined and it.room == room}
+        found = {key: it for key, it in self.by_key.items() if it._is_quarantined and it.room == room}
         if isinstance(which, QuarantineRecord):
             found = {key: it for key, it in found.items() if key == which.key}
         if not found:
@@ -241,7 +241,7 @@ class OpenTransfers(Generic[AnyTransfer]):
             key=key,
             pages=pages,
             num_bytes=sum(len(indices) * self._page_bytes[name] for name, indices in pages.items()),
-            since_s=transfer.quarantined_s,
+            since_s=transfer._quarantined_s,
             failure=transfer.failure,
             missing=tuple(
                 self.core.missing_proofs(key) if self.takes_proofs else [MissingProof("", "", ProofKind.BROKEN)]
@@ -250,7 +250,7 @@ class OpenTransfers(Generic[AnyTransfer]):
 
     def _log_quarantine(self, key: RoomId, transfer: AnyTransfer) -> None:
         """Log that the pages of a transfer have entered the quarantine, or left it."""
-        if not transfer.is_quarantined:
+        if not transfer._is_quarantined:
             self._log.info("quarantine_left", room=transfer.room, quarantined=len(self.core.quarantine))
             return
         record = self._record_of(key, transfer)

@@ -44,7 +44,7 @@ class TransferTracer:
         if not _is_valid(parent):
             parent = ticket
         linked = trace.get_current_span(ticket).get_span_context()
-        line = transfer.log_line()
+        line = transfer._log_line()
         transfer.span = self._tracer.start_span(
             "kv_transfer",
             context=parent,
@@ -59,7 +59,7 @@ class TransferTracer:
         if not isinstance(span, Span):
             return
         if span.is_recording():
-            _describe(span, transfer.log_line())
+            _describe(span, transfer._log_line())
         span.end()
 
     def traceparent_of(self, transfer: Transfer | None) -> str:

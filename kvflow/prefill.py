@@ -105,7 +105,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             LocalProtocolError: The rank has not been opened.
         """
         if self._endpoint is None:
-            raise self.not_open()
+            raise self._not_open()
         return self._endpoint
 
     def send(self, room: RoomId, **options: Unpack[SendOptions]) -> RoomSender:
@@ -145,7 +145,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             LocalProtocolError: The room is invalid, or the rank is not open.
             RankBroken: The rank is broken.
         """
-        self.check_usable()
+        self._check_usable()
         address = self.config.registry or self.endpoint
         tracer = self._transfers.tracer
         if traceparent is None and tracer is not None:
@@ -154,7 +154,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint, traceparent=context)
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
-    def next_call(self) -> int:
+    def _next_call(self) -> int:
         """Return a number for a call that waits for capacity."""
         return next(self._calls)
 
@@ -210,7 +210,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             endpoint=self.endpoint,
         )
         self._core = PrefillCore(self.me, settings)
-        self.line = self._core.line
+        self._line = self._core.line
         self._grants = GrantCollector(self._context, self._core, settings, self._send)
         self._start(self._handle, settings)
         self._device_waits = DeviceWaits(self._context)
@@ -246,11 +246,11 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
                 self._send(connection, self._submit.with_ends(self._core.peers.claimant(connection), message))
             case ef.ReportGranted(room, wanted):
                 if (sender := self._transfers.by_key.get(room)) is not None:
-                    self._transfers.totals.granted_s.add(sender.elapsed_s)
-                    sender.report_granted(wanted)
+                    self._transfers.totals.granted_s.add(sender._elapsed_s)
+                    sender._report_granted(wanted)
             case ef.ReportQuiesced(room, resume_at):
                 if (sender := self._transfers.by_key.get(room)) is not None:
-                    sender.report_quiesced(resume_at)
+                    sender._report_quiesced(resume_at)
             case ef.ReportSender(room):
                 self._transfers.report(room, effect)
             case ef.PlanPiece(piece):
@@ -265,7 +265,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
                 self._dispatcher.dispatch_soon(ev.TurnContinued())
             case ef.AdmitChunk(room, call):
                 if (sender := self._transfers.by_key.get(room)) is not None:
-                    sender.admit_call(call)
+                    sender._admit_call(call)
             case ef.CheckHello(connection, hello):
                 self._hellos.start(connection, hello)
             case ef.DisconnectTransport(peer):
@@ -284,9 +284,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             self._registry.renew(self._registry_keys(trust))
         for connection, peer in self._core.peers.connections().items():
             if name_denial(self._listener.names_of(connection), peer):
-                self.dispatch(ev.PeerRevoked(peer))
+                self._dispatch(ev.PeerRevoked(peer))
             elif not is_same:  # all peers with a valid key reconnect, within their lease
-                self.dispatch(ev.ReplyLost(connection))
+                self._dispatch(ev.ReplyLost(connection))
 
     def _registry_keys(self, trust: Trust) -> ClientKeys | None:
         """Return the keys expected from the registry, or from the rank that acts as the registry for this instance."""
@@ -343,7 +343,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             self._reject(connection, error, num_bytes, kind)
             return
         principal = self._gate.principal_of(connection) if isinstance(message, Hello) else ""
-        self.dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
+        self._dispatch(ev.MessageArrived(connection, message, denied, principal, num_bytes))
 
     def _handle(self, event: ev.PrefillEvent, now: float) -> Sequence[ef.PrefillEffect]:
         effects = self._core.handle(event, now)
@@ -376,7 +376,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         try:
             self._listener.send(connection, encode(message))
         except Unreachable as error:
-            self.dispatch(ev.ReplyLost(connection))
+            self._dispatch(ev.ReplyLost(connection))
             self._anomalies.count("message_lost", stage=Stage.BOOTSTRAP.value, detail=str(error))
 
     @override
@@ -394,7 +394,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _note_refused(self, event: ev.PrefillEvent, failure: Failure) -> None:
         if isinstance(event, ev.SendOpened) and failure.reason is FailureReason.CAPACITY:  # else its room is in use
-            self.dispatch(ev.SendRefused(event.room, failure))
+            self._dispatch(ev.SendRefused(event.room, failure))
 
     @override
     def _settle_after_break(self) -> None:

@@ -131,10 +131,10 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
             self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
         )
-        self.request, self.dispatch = self._dispatcher.submit, self._dispatcher.dispatch
-        self.now, self.footprint = self._ports.now, self._transfers.footprint
+        self._request, self._dispatch = self._dispatcher.submit, self._dispatcher.dispatch
+        self._now, self._footprint_of = self._ports.now, self._transfers.footprint
         self._tasks = OwnedTasks(self._dispatcher.break_down)
-        self.start_task = self._tasks.start
+        self._start_task = self._tasks.start
         self._incidents = Incidents(config, self._ports, self._log, self._tasks.start)
         self._transfers.note_incident = self._incidents.note
         self._context: StageContext[AnyEvent | SharedEvent] = StageContext(
@@ -142,7 +142,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             config=config,
             ports=self._ports,
             now=self._ports.now,
-            dispatch=self.dispatch,
+            dispatch=self._dispatch,
             start_task=self._tasks.start,
             times=self._times,
             pulse=self._pulse,
@@ -192,14 +192,14 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         return self
 
     def _open_admin(self) -> str:
-        facts = RankFacts(self._role, self._backend.name, self._backend.paths, self._listens_at(), self.now())
+        facts = RankFacts(self._role, self._backend.name, self._backend.paths, self._listens_at(), self._now())
         answers = RankAnswers(self, self._transfers, facts, self._incidents)
         return answers.open_socket(self._ports.open_admin, self._log, self._resources)
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.check_loop()
+        self._check_loop()
         await run_shielded(self._leave())
 
     async def _leave(self) -> None:
@@ -219,11 +219,11 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
     async def _close(self) -> None:
         """Fail open transfers, say goodbye to the peers and stop the transport. Tasks are still running."""
         self._is_open = False
-        self.dispatch(ev.CloseStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
+        self._dispatch(ev.CloseStarted(self._new_failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closing")))
         await self._transfers.wait_until_settled(self.config.timeouts.drain_s + CLOSE_MARGIN_S)
         await self._backend.aclose()
         self._arrived.take_all()
-        self.dispatch(ev.TransportClosed())
+        self._dispatch(ev.TransportClosed())
         if self._error is not None:
             self._settle_after_break()
 
@@ -237,13 +237,13 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         Raises:
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self.check_open()
+        self._check_open()
         if self._is_draining:
             return
         self._is_draining = True
         self._log.info("rank_draining", rooms=len(self._transfers.by_key))
         self._unregister()
-        self.dispatch(ev.DrainStarted(self.failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
+        self._dispatch(ev.DrainStarted(self._new_failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is draining")))
 
     def reload_trust(self, trust: Trust | None = None) -> None:
         """Replace the keys without a restart, for example on SIGHUP.
@@ -259,7 +259,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             ConfigError: The keys cannot be read or used; nothing has changed.
             LocalProtocolError, RankBroken: The rank is not open, or broken.
         """
-        self.check_open()
+        self._check_open()
         trust = renewed_trust(self._trust, trust)
         self._apply_trust(trust)
         self._trust = trust
@@ -293,14 +293,14 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """Begin to pass events to the core, by calling `handle`; raise ConfigError if they cannot be recorded."""
         self._transfers.core = self._core
         box = self._resources.enter_context(self._incidents.open_box(self.me, settings))
-        alarm = Alarm(self._core.timers.next, lambda: self.dispatch(ev.TimePassed()), self.now, self._note_lag)
+        alarm = Alarm(self._core.timers.next, lambda: self._dispatch(ev.TimePassed()), self._now, self._note_lag)
         self._resources.callback(alarm.close)
         self._dispatcher.start(handle, alarm, box)
 
     def _give_up(self, error: Exception) -> None:
         """Fail every transfer: from now on the core reports nothing, so pages in use can no longer be proved safe."""
         self._is_open, self._error = False, error
-        failure = self.failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
+        failure = self._new_failure(FailureReason.BROKEN, f"this rank has failed: {type(error).__name__}: {error}")
         self._unregister()
         self._say_goodbye(failure)
         self._transfers.fail(failure)
@@ -315,23 +315,23 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
+    def _open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
         """Register a transfer, with or without pages, and pass its opening event to the core.
 
         Raises:
             LocalProtocolError, CapacityExceeded, RankDraining, RankBroken: It was refused; nothing has changed.
         """
-        self.check_open()
-        transfer.begin(memory)
+        self._check_open()
+        transfer._begin(memory)
         before = self._transfers.add(key, transfer)
         self._pulse.start()
         try:
-            self.request(event)
+            self._request(event)
         except KvflowError as error:
             self._transfers.remove_refused(key, transfer, before)
             reason = reason_of(error)
             self._transfers.totals.refused[reason] += 1
-            self._note_refused(event, self.failure(reason, str(error)))
+            self._note_refused(event, self._new_failure(reason, str(error)))
             raise
 
     def statistics(self) -> RankStatistics:
@@ -341,7 +341,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
             LocalProtocolError: The rank has not been opened.
         """
         if self._loop is None:
-            raise self.not_open()
+            raise self._not_open()
         observed = Observed(
             times=self._times.copied(),
             transfers=self._transfers.totals.copied(),
@@ -362,11 +362,11 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         """
         rank = self.me.rank
         labels = {"role": self._role, "instance_name": rank.instance, "engine_rank": str(rank.engine_rank)}
-        return collect_metrics(self.call_on_loop(self.statistics), labels)
+        return collect_metrics(self._call_on_loop(self.statistics), labels)
 
     def health(self) -> Health:
         """Return whether the rank can transfer, and why not; from any thread, with the errors of `metrics`."""
-        return self.call_on_loop(lambda: health_of(self, self._transfers))
+        return self._call_on_loop(lambda: health_of(self, self._transfers))
 
     def _post_counts(self) -> PostCounts:
         """Count writes; a decode rank makes none."""
@@ -393,18 +393,18 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         Raises:
             LocalProtocolError: It is not in quarantine, or this is the wrong event loop or thread.
         """
-        self.check_loop()
+        self._check_loop()
         for key in self._transfers.find_quarantined(which, because):
             if self._transfers.takes_proofs:
-                self.dispatch(ev.QuarantineReleased(key))
+                self._dispatch(ev.QuarantineReleased(key))
             else:
                 self._transfers.release(key)
 
-    def log_callback_failed(self, transfer: Transfer, error: BaseException) -> None:
+    def _log_callback_failed(self, transfer: Transfer, error: BaseException) -> None:
         """Log that a transfer's `on_change` has raised an exception."""
         self._log.error("callback_failed", room=transfer.room, label=transfer.label, exc_info=error)
 
-    def failure(self, reason: FailureReason, detail: str) -> Failure:
+    def _new_failure(self, reason: FailureReason, detail: str) -> Failure:
         """Return a failure caused by this rank or its engine."""
         stage = Stage.BOOTSTRAP if reason is FailureReason.PEER_CLOSED else Stage.ENQUEUE
         return self._context.failure(reason, stage, detail)

@@ -111,9 +111,9 @@ class RoomReceiver(Transfer):
             LocalProtocolError: It already has pages, was not entered, or this is the wrong event loop.
             TransferFailed: It was aborted or has already failed, for example because prefill gave up the room.
         """
-        self.take_pages(self.check_grant(tokens=tokens, pages=pages, digest=digest, timeout_s=timeout_s))
+        self._take_pages(self._check_grant(tokens=tokens, pages=pages, digest=digest, timeout_s=timeout_s))
 
-    def check_grant(
+    def _check_grant(
         self,
         *,
         tokens: TokenRange,
@@ -123,16 +123,16 @@ class RoomReceiver(Transfer):
     ) -> Wanted:
         """Check the arguments of `grant`. Can be called from any thread."""
         self._check_announced()
-        return self._rank.check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
+        return self._rank._check_wanted(tokens, pages, digest=digest, timeout_s=timeout_s)
 
-    def take_pages(self, wanted: Wanted) -> None:
+    def _take_pages(self, wanted: Wanted) -> None:
         """Grant pages whose arguments have been checked."""
         self._check_begun()
         self._raise_if_failed()
         self._check_announced()
-        self._wanted, self._opened_at = wanted, self._rank.now()
+        self._wanted, self._opened_at = wanted, self._rank._now()
         try:
-            self._rank.grant(self.room, self._generation, wanted)
+            self._rank._grant_pages(self.room, self._generation, wanted)
         except KvflowError:
             self._wanted = None
             raise
@@ -149,24 +149,24 @@ class RoomReceiver(Transfer):
                 the block exits; check `memory`.
         """
         await self._wait_until_decided()
-        return self.take_handover()
+        return self._take_handover()
 
-    def take_handover(self) -> Handover:
+    def _take_handover(self) -> Handover:
         """Return the result of a transfer that has succeeded, and note when the engine had it. Works in any thread."""
         handover = self.handover
         if handover is None:
             raise LocalProtocolError("transfer has no result", room=self.room, outcome=self.outcome.value)
         timeline = handover.timeline
         if timeline is not None and timeline.noticed_at is None:
-            now = self._rank.now()
+            now = self._rank._now()
             self.handover = handover = replace(handover, timeline=timeline._replace(noticed_at=now))
             self._rank.totals.noticed_s.append(now - timeline.complete_at)
         return handover
 
-    def note_received(self, received: ef.ReceivedRoom) -> Handover:
+    def _note_received(self, received: ef.ReceivedRoom) -> Handover:
         """Set `handover` from the core's report of a complete transfer, and return it."""
         first = min(received.metadata, default=None)
-        now = self._rank.now()
+        now = self._rank._now()
         self.handover = handover = Handover(
             metadata=b"" if first is None else received.metadata[first],
             metadata_by_rank=received.metadata,
@@ -179,7 +179,7 @@ class RoomReceiver(Transfer):
         return handover
 
     @override
-    def log_line(self) -> TransferLine:
+    def _log_line(self) -> TransferLine:
         held = NO_MEMORY if self._wanted is None else self._wanted.footprint
         return TransferLine(
             role="receive",
@@ -189,26 +189,26 @@ class RoomReceiver(Transfer):
             num_bytes=None if self.handover is None else self.handover.num_bytes,
             num_pages=held.num_pages,
             page_bytes=held.num_bytes,
-            elapsed_s=self.elapsed_s,
+            elapsed_s=self._elapsed_s,
             failure=self.failure,
             label=self.label,
             breakdown=None if self.handover is None else self.handover.breakdown,
         )
 
     @override
-    def open(self) -> None:
-        self._generation = self._rank.open_receiver(self, self._opened, self._wanted)
+    def _open_room(self) -> None:
+        self._generation = self._rank._open_receiver(self, self._opened, self._wanted)
 
     async def __aenter__(self) -> Self:
         if self._wanted is not None and self._wanted.footprint.num_pages > MANY_PAGES:
             await anyio.lowlevel.cancel_shielded_checkpoint()  # checking and holding them takes 20 ms each for millions
-        self.open()
+        self._open_room()
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._rank.check_loop()
+        self._rank._check_loop()
         await self._wait_until_settled()
         if exc is None:
             self._raise_if_untold()
@@ -216,4 +216,4 @@ class RoomReceiver(Transfer):
     @override
     def _abort(self) -> None:
         detail = "the decode engine aborted the transfer"
-        self._rank.dispatch(ev.ReceiveAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+        self._rank._dispatch(ev.ReceiveAborted(self.room, self._rank._new_failure(FailureReason.ABORTED, detail)))

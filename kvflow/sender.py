@@ -80,12 +80,12 @@ class RoomSender(Transfer):
         self._waiting: dict[int, Flag] = {}
 
     @property
-    def layout(self) -> KVLayout:
+    def _layout(self) -> KVLayout:
         """The layout of the pools that the room is sent from."""
         return self._rank.layout
 
     @property
-    def max_metadata_bytes(self) -> int:
+    def _max_metadata_bytes(self) -> int:
         """Maximum length of the metadata for `finish`, in bytes."""
         return self._rank.config.limits.metadata_bytes
 
@@ -126,7 +126,7 @@ class RoomSender(Transfer):
                 called, or `quiesce` has not returned yet.
             TransferFailed: The transfer has failed in the meantime; you need not compute the rest.
         """
-        await self.offer(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
+        await self._offer_chunk(make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers))
 
     async def finish(
         self,
@@ -151,12 +151,12 @@ class RoomSender(Transfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         chunk = make_chunk(self._rank.layout, tokens, pages, ready=ready, layers=layers)
-        await self.offer(finish_chunk(chunk, metadata, self.max_metadata_bytes))
+        await self._offer_chunk(finish_chunk(chunk, metadata, self._max_metadata_bytes))
 
-    async def offer(self, chunk: Chunk) -> None:
+    async def _offer_chunk(self, chunk: Chunk) -> None:
         """Send a chunk whose arguments have been checked; `chunk` and `finish` use this."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        if not self.offer_nowait(chunk):
+        if not self._offer_nowait(chunk):
             num_quiesced = self._num_quiesced
             async with self._turn():
                 if num_quiesced == self._num_quiesced:  # else `quiesce` has dropped all waiting chunks of the room
@@ -165,13 +165,13 @@ class RoomSender(Transfer):
         if not chunk.last:  # let other tasks run; after the last chunk, the engine waits anyway
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
-    def offer_nowait(self, chunk: Chunk) -> bool:
+    def _offer_nowait(self, chunk: Chunk) -> bool:
         """Send a chunk as `offer` does, unless it has to wait for capacity, and return whether it was sent."""
         self._check_begun()
         self._raise_if_failed()
         if self._is_quiescing:
             raise LocalProtocolError("room is being quiesced", room=self.room, tokens=chunk.tokens)
-        if not self._rank.line.is_open(self.room):
+        if not self._rank._line.is_open(self.room):
             return False
         self._offer(chunk)
         return True
@@ -179,8 +179,8 @@ class RoomSender(Transfer):
     def _offer(self, chunk: Chunk) -> None:
         if self._is_finished:  # by now, the room may belong to a later transfer in the core
             raise LocalProtocolError("cannot send chunks after `finish`", room=self.room)
-        footprint = self._rank.footprint(chunk.pages)
-        self._rank.request(ev.ChunkOffered(self.room, chunk, footprint))
+        footprint = self._rank._footprint_of(chunk.pages)
+        self._rank._request(ev.ChunkOffered(self.room, chunk, footprint))
         self._raise_if_failed()
         self._is_finished = chunk.last
         self.is_quiesced = False
@@ -189,19 +189,19 @@ class RoomSender(Transfer):
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """Wait for capacity, or until the transfer has failed or is being quiesced; then the next call has its turn."""
-        call, turn = self._rank.next_call(), Flag()
+        call, turn = self._rank._next_call(), Flag()
         self._waiting[call] = turn  # first: it may be admitted at once
         try:
-            self._rank.request(ev.ChunkWaits(self.room, call))
+            self._rank._request(ev.ChunkWaits(self.room, call))
             try:
                 await turn.wait()
                 yield
             finally:
-                self._rank.dispatch(ev.WaitEnded(call))
+                self._rank._dispatch(ev.WaitEnded(call))
         finally:
             del self._waiting[call]
 
-    def admit_call(self, call: int) -> None:
+    def _admit_call(self, call: int) -> None:
         """Let a call go on that waits for capacity, unless it is gone."""
         if call in self._waiting:
             self._waiting[call].set()
@@ -210,11 +210,11 @@ class RoomSender(Transfer):
         for turn in self._waiting.values():
             turn.set()
 
-    def report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
+    def _report_granted(self, wanted: Mapping[str, TokenRange]) -> None:
         """Record that every decode rank has granted."""
         self.wanted = wanted
         self._granted.set()
-        self.tell_engine()
+        self._tell_engine()
 
     async def quiesce(self) -> int | None:
         """Get the source pages back but keep the room open, for an engine that preempts a request.
@@ -236,31 +236,31 @@ class RoomSender(Transfer):
             TransferFailed: The transfer has failed, or it fails because the pages are still in use after `drain_s`;
                 check its `memory`.
         """
-        self.quiesce_nowait()
+        self._quiesce_nowait()
         await self._quiesced.wait()
         self._raise_if_failed()
         return self.resume_at
 
-    def quiesce_nowait(self) -> None:
+    def _quiesce_nowait(self) -> None:
         """Start `quiesce` without waiting; `is_quiesced` becomes true when it is done."""
         self._check_begun()
         self._raise_if_failed()
         if self.outcome is not Outcome.PENDING:  # by now, the room may belong to a later transfer in the core
-            self.report_quiesced(None)
+            self._report_quiesced(None)
         elif not self._is_quiescing:
             self._is_quiescing, self.is_quiesced, self._quiesced = True, False, Flag()
             try:
-                self._rank.request(ev.QuiesceAsked(self.room))
+                self._rank._request(ev.QuiesceAsked(self.room))
             except KvflowError:
                 self._is_quiescing = False
                 raise
             self._num_quiesced += 1
             self._end_waits()
 
-    def report_quiesced(self, resume_at: int | None) -> None:
+    def _report_quiesced(self, resume_at: int | None) -> None:
         """Record that nothing reads the posted pages any more."""
         self._note_quiesced(resume_at)
-        self.tell_engine()
+        self._tell_engine()
 
     def _note_quiesced(self, resume_at: int | None) -> None:
         self._is_quiescing, self.is_quiesced, self.resume_at = False, True, resume_at
@@ -268,10 +268,10 @@ class RoomSender(Transfer):
         self._quiesced.set()
 
     @override
-    def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
+    def _report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         if outcome is Outcome.SUCCESS and self._is_quiescing:
             self._note_quiesced(None)
-        super().report(outcome, memory, failure)
+        super()._report(outcome, memory, failure)
         if outcome is not Outcome.PENDING:
             self._granted.set()  # end all waits
             self._quiesced.set()
@@ -287,7 +287,7 @@ class RoomSender(Transfer):
         self._check_begun()
         if self.outcome is Outcome.PENDING and not self._has_lease:
             self._has_lease = True
-            self._rank.dispatch(ev.LeaseStarted(self.room))
+            self._rank._dispatch(ev.LeaseStarted(self.room))
 
     def reclaim(self, *, with_announced: bool = False) -> None:
         """Fail the transfer because its pages are needed for another one, unless decode needs them.
@@ -305,8 +305,8 @@ class RoomSender(Transfer):
         self._check_begun()
         if self.outcome is Outcome.PENDING:
             detail = "prefill needs the pages for another request"
-            failure = self._rank.failure(FailureReason.CAPACITY, detail)
-            self._rank.dispatch(ev.ReclaimAsked(self.room, with_announced, failure))
+            failure = self._rank._new_failure(FailureReason.CAPACITY, detail)
+            self._rank._dispatch(ev.ReclaimAsked(self.room, with_announced, failure))
 
     async def granted(self) -> Mapping[str, TokenRange]:
         """Wait until every decode rank has granted, and return `wanted`.
@@ -330,7 +330,7 @@ class RoomSender(Transfer):
         await self._wait_until_decided()
 
     @override
-    def log_line(self) -> TransferLine:
+    def _log_line(self) -> TransferLine:
         return TransferLine(
             role="send",
             room=self.room,
@@ -339,23 +339,23 @@ class RoomSender(Transfer):
             num_bytes=self._footprint.num_bytes,
             num_pages=self._footprint.num_pages,
             page_bytes=self._footprint.num_bytes,
-            elapsed_s=self.elapsed_s,
+            elapsed_s=self._elapsed_s,
             failure=self.failure,
             label=self.label,
         )
 
     @override
-    def open(self) -> None:
-        self._rank.open_transfer(self.room, self, ev.SendOpened(self.room, self._has_lease))
+    def _open_room(self) -> None:
+        self._rank._open_transfer(self.room, self, ev.SendOpened(self.room, self._has_lease))
 
     async def __aenter__(self) -> Self:
-        self.open()
+        self._open_room()
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._rank.check_loop()
+        self._rank._check_loop()
         is_forgotten = exc is None and not self._is_finished and self.outcome is Outcome.PENDING
         try:
             if exc is None and self._is_finished:
@@ -372,4 +372,4 @@ class RoomSender(Transfer):
     @override
     def _abort(self) -> None:
         detail = "the prefill engine aborted the transfer"
-        self._rank.dispatch(ev.SendAborted(self.room, self._rank.failure(FailureReason.ABORTED, detail)))
+        self._rank._dispatch(ev.SendAborted(self.room, self._rank._new_failure(FailureReason.ABORTED, detail)))

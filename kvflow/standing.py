@@ -29,7 +29,7 @@ class Standing:
         self._is_draining = False
         self._error: Exception | None = None
 
-    def check_loop(self) -> None:
+    def _check_loop(self) -> None:
         """Raise LocalProtocolError unless the call comes from the event loop and thread that the rank was opened on."""
         try:
             loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class Standing:
         if loop is not self._loop and self._loop is not None:
             raise LocalProtocolError("rank must be used on the event loop that opened it", rank=str(self.me.rank))
 
-    def call_on_loop(self, function: Callable[[], Result]) -> Result:
+    def _call_on_loop(self, function: Callable[[], Result]) -> Result:
         """Call a function on the event loop, from any thread, and return its result.
 
         Raises:
@@ -47,7 +47,7 @@ class Standing:
         """
         loop = self._loop
         if loop is None:
-            raise self.not_open()
+            raise self._not_open()
         if not loop.is_running() or asyncio._get_running_loop() is loop:
             return function()
 
@@ -56,15 +56,15 @@ class Standing:
 
         return asyncio.run_coroutine_threadsafe(call(), loop).result(ANSWER_S)
 
-    def not_open(self) -> LocalProtocolError:
+    def _not_open(self) -> LocalProtocolError:
         """Return the error for a call that requires an open rank."""
         message = "rank is not open any more" if self._loop else "rank is not open; enter it with `async with` first"
         return LocalProtocolError(message, rank=str(self.me.rank))
 
-    def check_open(self) -> None:
-        """Check the loop, and that the rank is open; raises as `check_loop` and `check_usable`."""
-        self.check_loop()
-        self.check_usable()
+    def _check_open(self) -> None:
+        """Check the loop, and that the rank is open; raises as `_check_loop` and `_check_usable`."""
+        self._check_loop()
+        self._check_usable()
 
     @property
     def is_draining(self) -> bool:
@@ -72,13 +72,13 @@ class Standing:
         return self._is_draining
 
     @property
-    def is_usable(self) -> bool:
+    def _is_usable(self) -> bool:
         """True if the rank is open and not broken."""
         return self._is_open and self._error is None
 
-    def check_usable(self) -> None:
+    def _check_usable(self) -> None:
         """Raise RankBroken or LocalProtocolError unless the rank is open. Can be called from any thread."""
         if self._error is not None:
             raise RankBroken("rank has failed; close it and open another one") from self._error
         if not self._is_open:
-            raise self.not_open()
+            raise self._not_open()

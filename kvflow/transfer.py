@@ -173,14 +173,14 @@ class Transfer(abc.ABC):
         return self.outcome is not Outcome.PENDING and self.memory in AT_REST
 
     @property
-    def is_quarantined(self) -> bool:
+    def _is_quarantined(self) -> bool:
         """True if its pages are in quarantine: they must not be reused."""
         return self.memory is Memory.QUARANTINED
 
     @property
-    def quarantined_s(self) -> float:
+    def _quarantined_s(self) -> float:
         """How long its pages have been in quarantine, in seconds; 0 if they are not."""
-        return self._rank.now() - self._quarantined_at if self.is_quarantined else 0.0
+        return self._rank._now() - self._quarantined_at if self._is_quarantined else 0.0
 
     async def until_safe(self) -> Memory:
         """Wait until nothing can touch the pages. May also be called after the block has exited.
@@ -196,31 +196,31 @@ class Transfer(abc.ABC):
         return self.memory
 
     @property
-    def elapsed_s(self) -> float:
+    def _elapsed_s(self) -> float:
         """Seconds since the engine opened it, or granted its pages."""
-        return self._rank.now() - self._opened_at
+        return self._rank._now() - self._opened_at
 
-    def mark_rank_closed(self) -> None:
+    def _mark_rank_closed(self) -> None:
         """Record that no further proof will arrive."""
         self._safe.set()
 
-    def begin(self, memory: Memory) -> None:
+    def _begin(self, memory: Memory) -> None:
         """Mark the transfer as started, with its pages HELD, or without; raise LocalProtocolError if it already was."""
         if self._has_begun:
             raise LocalProtocolError("transfer can be entered only once; create a new one", room=self.room)
         self._has_begun = True
-        self._opened_at = self._rank.now()
+        self._opened_at = self._rank._now()
         self.memory = memory
 
-    def mark_refused(self) -> None:
+    def _mark_refused(self) -> None:
         """Mark the transfer as refused: nothing will ever touch its pages, and its room belongs to another transfer."""
         self._is_refused = True
         self.memory = Memory.SAFE
 
-    def report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
+    def _report(self, outcome: Outcome, memory: Memory, failure: Failure | None) -> None:
         """Update the state from the core's report."""
-        if memory is Memory.QUARANTINED and not self.is_quarantined:
-            self._quarantined_at = self._rank.now()
+        if memory is Memory.QUARANTINED and not self._is_quarantined:
+            self._quarantined_at = self._rank._now()
         self.failure, self.memory, self.outcome = failure, memory, outcome  # outcome last: other threads read it first
         if outcome is not Outcome.PENDING:
             self._decided.set()
@@ -228,16 +228,16 @@ class Transfer(abc.ABC):
             self._settled.set()
         if memory is Memory.SAFE:
             self._safe.set()
-        self.tell_engine()
+        self._tell_engine()
 
-    def tell_engine(self) -> None:
+    def _tell_engine(self) -> None:
         """Call `on_change`."""
         if self.on_change is None:
             return
         try:
             self.on_change()
         except BaseException as error:  # noqa: BLE001 - raised by the engine's function; other transfers go on
-            self._rank.log_callback_failed(self, error)
+            self._rank._log_callback_failed(self, error)
             if isinstance(error, KeyboardInterrupt):
                 asyncio.get_running_loop().call_soon(_raise, error)
 
@@ -255,11 +255,11 @@ class Transfer(abc.ABC):
         )
 
     @abc.abstractmethod
-    def log_line(self) -> TransferLine:
+    def _log_line(self) -> TransferLine:
         """Return the log line for the end of the transfer."""
 
     @abc.abstractmethod
-    def open(self) -> None:
+    def _open_room(self) -> None:
         """Start the transfer, as entering the block does. If it is refused, this raises, and nothing has changed."""
 
     def abort(self) -> None:
@@ -269,7 +269,7 @@ class Transfer(abc.ABC):
             LocalProtocolError: It is called on another event loop or thread.
         """
         if self._has_begun and not self._is_refused and not self._decided.is_set:
-            self._rank.check_loop()
+            self._rank._check_loop()
             self._is_given_up = True
             self._abort()
 
@@ -294,7 +294,7 @@ class Transfer(abc.ABC):
             raise LocalProtocolError("transfer was refused; create a new one", room=self.room)
         if not self._has_begun:
             raise LocalProtocolError("enter the transfer with `async with` first", room=self.room)
-        self._rank.check_loop()
+        self._rank._check_loop()
 
     def _raise_if_failed(self) -> None:
         if self.failure is not None:

@@ -377,7 +377,7 @@ class PrefillWorker(Worker):
     @property
     def gives_tickets(self) -> bool:
         """The rank is open and not broken."""
-        return self.is_ready and self.process.is_alive and not self.is_leaving and self.rank.is_usable
+        return self.is_ready and self.process.is_alive and not self.is_leaving and self.rank._is_usable
 
     async def run(self, config: PrefillConfig) -> None:
         """Serve until `close` is called."""
@@ -537,7 +537,7 @@ class DecodeWorker(Worker):
             tokens=_tokens_of(one.request),
             pages=self._page_lists(one.lease, one.ranges),
         )
-        self._reuse(one, another.open)
+        self._reuse(one, another._open_room)
 
     def _find_reusable(self) -> Receiving | None:
         return next((one for one in self.transfers if isinstance(one, Receiving) and _is_reusable(one)), None)

@@ -261,7 +261,7 @@ class Oracle:
         if (breakdown is None) is not (handover.num_notices == 0):
             self._violated(f"{one}: breakdown of {handover.num_notices} notices is {breakdown}")
         if breakdown is not None:
-            parts, took_s = breakdown.parts, one.transfer.elapsed_s
+            parts, took_s = breakdown.parts, one.transfer._elapsed_s
             if min(parts.values()) < 0 or abs(sum(parts.values()) - took_s) > MOST_ERROR_S:
                 self._violated(f"{one}: took {took_s} s, but its parts are {breakdown}")
 

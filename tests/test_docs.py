@@ -16,6 +16,7 @@ import pytest
 
 import benchmarks.__main__ as benchmarks
 import kvflow
+import kvflow.blocking
 import simulation.__main__ as simulation
 from kvflow.backends.base import Backend
 from kvflow.backends.memory import MemoryBackend
@@ -267,6 +268,24 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def is_error(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, KvflowError)
+
+
+COMPLETED = (
+    *(getattr(kvflow, name) for name in ("PrefillRank", "DecodeRank", "RoomSender", "RoomReceiver")),
+    *(getattr(kvflow.blocking, name) for name in ("PrefillRank", "DecodeRank", "BlockingSender", "BlockingReceiver")),
+)
+
+
+@pytest.mark.parametrize("kind", COMPLETED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_what_completion_offers_is_in_the_reference(kind: type) -> None:
+    """Who types a dot is offered nothing that may change."""
+    described = dict(entry for group in references.GROUPS.values() for entry in group.items())
+    module = "kvflow.blocking" if ".blocking" in kind.__module__ else "kvflow"
+    paths = [f"{module}.{kind.__name__}", *(f"{base.__module__}.{base.__name__}" for base in kind.__mro__)]
+    known = {member for path in paths for member in described.get(path, ())}
+    documented = [references.parse(base.__doc__).sections for base in kind.__mro__]
+    known |= {entry.name for sections in documented for entry in sections.get("Attributes", ())}
+    assert {member for member in dir(kind) if not member.startswith("_")} - known == set()
 
 
 def test_every_state_machine_is_drawn() -> None:

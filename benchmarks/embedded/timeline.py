@@ -45,16 +45,18 @@ def _is_success(_self: object, outcome: Any, _memory: object, _failure: object) 
 
 STEPS: Final = (
     Step("`finish()` returns", PREFILL, "kvflow.blocking:BlockingSender.finish", is_end=True),
-    Step("event loop takes the chunk up", PREFILL, "kvflow.sender:RoomSender.offer_nowait"),
+    Step("event loop takes the chunk up", PREFILL, "kvflow.sender:RoomSender._offer_nowait"),
     Step("planned", PREFILL, "kvflow.stages.submit:Submit.post"),
     Step("transport has it", PREFILL, "kvflow.stages.submit:Submit.post", is_end=True),
     Step("agent is about to post", PREFILL, "kvflow.backends.nixl.agent:NixlAgent.post_next"),
     Step("native post has returned", PREFILL, "kvflow.backends.nixl.writes:NativeWrites._follow", is_end=True),
     Step("decode's agent has the notice", DECODE, "kvflow.backends.delivery:EventDelivery.deliver_soon"),
     Step("decode's event loop takes it up", DECODE, "kvflow.stages.aggregate:Aggregate.handle_event"),
-    Step("decode's transfer has succeeded", DECODE, "kvflow.transfer:Transfer.report", is_end=True, counts=_is_success),
+    Step(
+        "decode's transfer has succeeded", DECODE, "kvflow.transfer:Transfer._report", is_end=True, counts=_is_success
+    ),
     Step("decode's engine sees it", DECODE, ""),
-    Step("prefill's pages are safe", PREFILL, "kvflow.sender:RoomSender.report", is_end=True, counts=_is_safe),
+    Step("prefill's pages are safe", PREFILL, "kvflow.sender:RoomSender._report", is_end=True, counts=_is_safe),
     Step("prefill's engine sees it", PREFILL, ""),
 )
 """Steps in the order of the output; the engines record those without a function."""

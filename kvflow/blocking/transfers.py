@@ -54,6 +54,9 @@ class BlockingTransfer:
     Args:
         rank: The rank it belongs to.
         transfer: The async transfer, not started yet. It is started on the event loop.
+
+    Attributes:
+        room: The room.
     """
 
     __slots__ = ("_error", "_failure", "_is_changed", "_rank", "_told", "_transfer", "room")
@@ -125,16 +128,16 @@ class BlockingTransfer:
     def _begin(self) -> None:
         self._transfer.on_change = self._note_change
         try:
-            self._transfer.open()
+            self._transfer._open_room()
             if self._has_pages:
                 self._rank._note_begun(self)
         except KvflowError as error:
-            self._transfer.mark_refused()
+            self._transfer._mark_refused()
             self._fail(reason_of(error), error)
             self._note_change()
 
     def _fail(self, reason: FailureReason, error: KvflowError) -> None:
-        self._failure = self._rank._opened.failure(reason, str(error))
+        self._failure = self._rank._opened._new_failure(reason, str(error))
         self._error = error
 
     def _note_change(self) -> None:
@@ -234,7 +237,7 @@ class BlockingSender(BlockingTransfer):
             TransferFailed: The transfer has failed; you need not compute the rest.
         """
         self._check_unfinished()
-        self._put_chunk(make_chunk(self._sender.layout, *args, **options))
+        self._put_chunk(make_chunk(self._sender._layout, *args, **options))
 
     @with_arguments_of(RoomSender.finish)
     def finish(self, *args: Any, metadata: bytes = b"", **options: Any) -> None:
@@ -244,8 +247,8 @@ class BlockingSender(BlockingTransfer):
             As in `chunk`; and PlanError if the metadata is too long.
         """
         self._check_unfinished()
-        chunk = make_chunk(self._sender.layout, *args, **options)
-        self._put_chunk(finish_chunk(chunk, metadata, self._sender.max_metadata_bytes))
+        chunk = make_chunk(self._sender._layout, *args, **options)
+        self._put_chunk(finish_chunk(chunk, metadata, self._sender._max_metadata_bytes))
         self._is_finished = True
 
     def quiesce(self) -> None:
@@ -307,9 +310,9 @@ class BlockingSender(BlockingTransfer):
             return
         try:
             while self._has_chunks():
-                if not self._sender.offer_nowait(self._chunks[0]):
+                if not self._sender._offer_nowait(self._chunks[0]):
                     self._is_feeding = True
-                    self._rank._opened.start_task(self._feed_waiting)
+                    self._rank._opened._start_task(self._feed_waiting)
                     return
                 self._chunks.popleft()
         except KvflowError as error:
@@ -318,7 +321,7 @@ class BlockingSender(BlockingTransfer):
     async def _feed_waiting(self) -> None:
         try:
             while self._has_chunks():
-                await self._sender.offer(self._chunks.popleft())
+                await self._sender._offer_chunk(self._chunks.popleft())
         except KvflowError as error:
             self._give_up(error)
         finally:
@@ -340,7 +343,7 @@ class BlockingSender(BlockingTransfer):
         self._chunks.clear()
         self._awaits_quiet = True
         try:
-            self._sender.quiesce_nowait()
+            self._sender._quiesce_nowait()
         except KvflowError as error:
             self._awaits_quiet = False
             self._give_up(error)
@@ -403,7 +406,7 @@ class BlockingReceiver(BlockingTransfer):
         if self._is_granted:
             raise LocalProtocolError("transfer already has pages", room=self.room)
         self._rank._check_open()
-        self._queued = self._receiver.check_grant(**options)
+        self._queued = self._receiver._check_grant(**options)
         self._is_granted = True
         try:
             self._rank._call_soon(self._grant)
@@ -416,7 +419,7 @@ class BlockingReceiver(BlockingTransfer):
         wanted = self._queued
         try:
             if wanted is not None and self.outcome is Outcome.PENDING:
-                self._receiver.take_pages(wanted)
+                self._receiver._take_pages(wanted)
                 self._rank._note_begun(self)
         except KvflowError as error:
             self._fail(reason_of(error), error)
@@ -437,4 +440,4 @@ class BlockingReceiver(BlockingTransfer):
             TransferFailed: It failed or was aborted.
         """
         self._check_success()
-        return self._receiver.take_handover()
+        return self._receiver._take_handover()

@@ -100,7 +100,7 @@ async def stage_partition(directory: Path) -> None:
                 connections = decode._connections
                 connections.send, before = lambda *_: None, connections.send  # type: ignore[method-assign]
                 await catch(receiver.done)
-            await until(partial(is_later, prefill, prefill.now() + 1.0))
+            await until(partial(is_later, prefill, prefill._now() + 1.0))
             async with prefill.send(3) as sender:
                 sender.abort()
             await ask_now(directory)
@@ -109,7 +109,7 @@ async def stage_partition(directory: Path) -> None:
 
 
 def is_later(rank: kvflow.PrefillRank, at: float) -> bool:
-    return rank.now() > at
+    return rank._now() > at
 
 
 async def stage_quarantine(directory: Path) -> None:
@@ -133,7 +133,7 @@ async def stage_crossing(directory: Path) -> None:
         await deployment.request(2, 8).hand_over()
         request = deployment.request(1, 8)
         receiver = request.receiver()
-        receiver.open()
+        receiver._open_room()
         receiver.abort()
         await catch(request.send)
         await receiver.until_safe()

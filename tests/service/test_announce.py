@@ -134,7 +134,7 @@ async def test_a_rank_that_drains_waits_for_it_and_takes_no_other() -> None:
             ranks.decode[0].start_drain()
             assert not ranks.decode[0].is_drained
             with pytest.raises(RankDraining):
-                announce(ranks, 2).open()
+                announce(ranks, 2)._open_room()
             tasks.start_soon(request.send)
             receiver.grant(tokens=(0, 8), pages=request.dst_pages(0, (0, 8)))
             await receiver.done()
@@ -144,7 +144,7 @@ async def test_a_rank_that_drains_waits_for_it_and_takes_no_other() -> None:
 async def test_a_rank_that_is_closed_gives_it_up() -> None:
     async with deploy() as ranks:
         receiver = announce(ranks)
-        receiver.open()
+        receiver._open_room()
         await announced(ranks)
         await ranks.close(ranks.decode[0])
         assert (receiver.outcome, receiver.memory) == (Outcome.ABORTED, Memory.SAFE)
@@ -172,7 +172,7 @@ async def test_misuse_is_told_and_costs_nothing() -> None:
             receiver.grant(tokens=(0, 8), pages=pages)
         async with receiver, anyio.create_task_group() as tasks:
             with pytest.raises(LocalProtocolError, match="being received"):
-                announce(ranks).open()
+                announce(ranks)._open_room()
             with pytest.raises(PlanError):
                 receiver.grant(tokens=(0, 8), pages={"kv": [1]})
             with pytest.raises(ConfigError):
@@ -324,7 +324,7 @@ async def test_another_process_may_take_longer_than_prefill_would_wait_and_not_i
                     await sender.delivered()
                 await decode.expect("received", room)
             else:
-                sender.open()
+                sender._open_room()
                 await sender.finish(TOKENS, PAGES)
                 decode.send_signal(signal.SIGKILL)
                 assert (await catch(sender.delivered)).reason is FailureReason.PEER_LOST

@@ -216,7 +216,7 @@ async def test_a_decode_rank_that_is_lost_while_its_pages_arrive_leaves_their_pl
         await never_sent.wait()
         monkeypatch.undo()
         (connection,) = both.prefill._core.peers.connections()
-        both.prefill.dispatch(MessageArrived(connection, Goodbye(peer=both.decode.me)))
+        both.prefill._dispatch(MessageArrived(connection, Goodbye(peer=both.decode.me)))
         target = np.zeros(num_pages, np.uint8)
         async with kvflow.DecodeRank(decode_config(None, timeouts=PATIENT), layout_of(target)) as other:
             await Pair(both.prefill, other, both.source, target).hand_over(2, num_pages)

@@ -133,7 +133,7 @@ async def test_a_room_cannot_be_opened_from_within_a_callback() -> None:
                 def open_another() -> None:
                     others.append(deployment.prefill[0].send(2))
                     with pytest.raises(LocalProtocolError, match="callback"):
-                        others[-1].open()
+                        others[-1]._open_room()
 
                 sender.on_change = open_another
                 await sender.finish((0, 8), request.src_pages(0, (0, 8)))

@@ -151,7 +151,7 @@ async def test_open_spans_end_with_their_rank() -> None:
     with provided(exporter) as provider:
         async with pair(provider) as (prefill, decode):
             receiver = decode.receive(1, prefill=prefill.endpoint, tokens=TOKENS, pages=PAGES)
-            receiver.open()
+            receiver._open_room()
         assert (named(exporter)["receive"].attributes or {})["kvflow.outcome"] == "aborted"
 
 
@@ -260,7 +260,7 @@ async def test_broken_rank_ends_its_spans() -> None:
     with provided(exporter) as provider:
         async with pair(provider) as (prefill, _):
             sender = prefill.send(1)
-            sender.open()
+            sender._open_room()
             prefill._give_up(RuntimeError("of this test"))
             await until(lambda: bool(exporter.get_finished_spans()))
             with pytest.raises(TransferFailed):

@@ -203,19 +203,19 @@ async def test_a_chunk_that_is_admitted_while_it_asks_for_its_turn_is_sent(monke
         compute(pool, FIRST)
         async with rank.send(1) as sender:
             await sender.granted()
-            request = rank.request
+            request = rank._request
 
             def admit_at_once(event: ev.PrefillEvent) -> None:
                 request(event)
                 if isinstance(event, ev.ChunkWaits):
-                    sender.admit_call(event.call)
+                    sender._admit_call(event.call)
 
-            monkeypatch.setattr(rank.line, "is_open", lambda _: False)
-            monkeypatch.setattr(rank, "request", admit_at_once)
+            monkeypatch.setattr(rank._line, "is_open", lambda _: False)
+            monkeypatch.setattr(rank, "_request", admit_at_once)
             with anyio.fail_after(30):
                 await go_on(sender, pool, 0)
             await receiver.done()
-        assert not rank.line
+        assert not rank._line
         check_arrived(ranks.targets[0])
 
 

@@ -186,8 +186,8 @@ async def test_what_has_not_ended_proves_nothing_while_the_agent_lives() -> None
         faults.hold()
         receiver = other.decode.receive(1, prefill="one", tokens=TOKENS, pages={"kv": pages_from(40)})
         sender = one.prefill.send(1)
-        sender.open()
-        receiver.open()
+        sender._open_room()
+        receiver._open_room()
         await sender.finish(TOKENS, {"kv": pages_from(0)})
         await until(lambda: one.prefill.statistics().posted == NUM_PAGES)
         await one.prefill.__aexit__(None, None, None)
@@ -261,7 +261,7 @@ async def test_misuse_is_told() -> None:
 
 def is_broken(rank: kvflow.PrefillRank | kvflow.DecodeRank) -> bool:
     try:
-        rank.check_open()
+        rank._check_open()
     except kvflow.RankBroken:
         return True
     return False

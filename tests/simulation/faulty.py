@@ -539,12 +539,12 @@ def pages_of_announced_rooms_are_not_held(patch: Patch) -> None:
 
 
 def announced_rooms_are_said_to_hold_pages(patch: Patch) -> None:
-    original = DecodeRank.open_transfer
+    original = DecodeRank._open_transfer
 
     def open_transfer(self: DecodeRank, generation: int, receiver: Any, event: Any, _: Any = None) -> None:
         original(self, generation, receiver, event)
 
-    patch.setattr(DecodeRank, "open_transfer", open_transfer)
+    patch.setattr(DecodeRank, "_open_transfer", open_transfer)
 
 
 def sound_connections_of_the_living_must_end(patch: Patch) -> None:

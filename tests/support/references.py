@@ -33,8 +33,13 @@ SETTINGS: Final = ("RankConfig", "PrefillConfig", "DecodeConfig", "Proofs", "Tim
 RANKS: Final = "kvflow.blocking.ranks"
 """Where arguments of a constructor are documented by the base class."""
 
+LEASE: Final = ("start_lease", "reclaim")
 DRAIN: Final = ("is_drained", "drain")
 RANK: Final = ("metrics", "health", "reload_trust", "start_drain", "is_draining", *DRAIN, "quarantined", "release")
+UPDATES: Final = ("completed", "wait_any", "fileno")
+ASKED: Final = ("statistics", "metrics", "health", "reload_trust", "start_drain", "quarantined", "release")
+
+SENDER: Final = ("wanted", "queued_chunks", "chunk", "finish", "quiesce", "is_quiesced", "resume_at", *LEASE, "result")
 
 WAITS: Final = ("wait", "until_safe")
 
@@ -49,7 +54,7 @@ TITLES: Final = {
 GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "ranks": {
         "kvflow.PrefillRank": ("endpoint", "send", "ticket", "statistics"),
-        "kvflow.DecodeRank": ("receive", "announce", "statistics"),
+        "kvflow.DecodeRank": ("receive", "announce", "decline", "statistics"),
         "kvflow.rank.Rank": RANK,
         "kvflow.SendOptions": (),
         "kvflow.ReceiveOptions": (),
@@ -59,8 +64,8 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.ProofKind": (),
     },
     "transfers": {
-        "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered"),
-        "kvflow.RoomReceiver": ("grant", "done"),
+        "kvflow.RoomSender": ("chunk", "finish", "granted", "quiesce", "delivered", "start_lease", "reclaim"),
+        "kvflow.RoomReceiver": ("is_announced", "grant", "done"),
         "kvflow.transfer.Transfer": ("abort", "is_settled", "until_safe", "error"),
         "kvflow.Handover": ("breakdown",),
         "kvflow.Breakdown": ("parts", "total_s", "slowest"),
@@ -111,12 +116,21 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.known_backends": (),
     },
     "blocking": {
-        "kvflow.blocking.PrefillRank": ("endpoint", "send"),
-        "kvflow.blocking.DecodeRank": ("receive", "announce"),
-        "kvflow.blocking.ranks.BlockingRank": ("open", "close", "completed", "wait_any", "fileno", *DRAIN, "ask"),
+        "kvflow.blocking.PrefillRank": ("endpoint", "ticket", "send"),
+        "kvflow.blocking.DecodeRank": ("receive", "announce", "decline"),
+        "kvflow.blocking.ranks.BlockingRank": (
+            "open",
+            "close",
+            "completed",
+            "wait_any",
+            "fileno",
+            *DRAIN,
+            *ASKED,
+            "ask",
+        ),
         "kvflow.blocking.TransferUpdate": (),
-        "kvflow.blocking.BlockingSender": ("chunk", "finish", "quiesce", "is_quiesced", "resume_at", "result"),
-        "kvflow.blocking.BlockingReceiver": ("grant", "result"),
+        "kvflow.blocking.BlockingSender": SENDER,
+        "kvflow.blocking.BlockingReceiver": ("is_announced", "grant", "result"),
         "kvflow.blocking.transfers.BlockingTransfer": ("outcome", "failure", "memory", "is_settled", "abort", *WAITS),
         "kvflow.blocking.LoopThread": (),
         "kvflow.blocking.Registry": (),
@@ -378,7 +392,8 @@ def _signature(function: Any, name: str) -> str:
     """Return the signature of a function as in its source."""
     node, source = (_parsed(it) for it in (function, inspect.unwrap(function)))  # whose arguments it has
     arguments = _arguments(source.args)
-    returns = "" if node.returns is None or node.name == "__init__" else f" -> {_written(node.returns)}"
+    result = source.returns if isinstance(node.returns, ast.Name) and node.returns.id == "Result" else node.returns
+    returns = "" if result is None or node.name == "__init__" else f" -> {_written(result)}"
     prefix = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
     line = f"{prefix}{name}({', '.join(arguments)}){returns}"
     if len(line) > WIDTH:
