@@ -91,7 +91,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         self._check_wanted = self._checks.check_wanted
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
-        self.totals = self._transfers.totals
+        self._totals = self._transfers.totals
 
     def receive(
         self,
@@ -347,7 +347,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         receiver = self._transfers.by_key.get(effect.generation)
         if receiver is not None and effect.received is not None:
             handover = receiver._note_received(effect.received)
-            totals = self.totals
+            totals = self._totals
             totals.received.append(
                 Received(handover.elapsed_s, handover.first_notice_s, handover.num_bytes, handover.timeline)
             )

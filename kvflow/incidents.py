@@ -132,7 +132,7 @@ class Incidents:
             self._log.warning("incident_unwritten", detail=str(error))
             return
         rooms = list(dict.fromkeys(cause.room for cause in causes if cause.room is not None))
-        self._log.warning("incident_written", path=str(path), rooms=rooms)
+        self._log.info("incident_written", path=str(path), rooms=rooms)
 
     def _next_path(self) -> Path:
         setting = self._config.black_box

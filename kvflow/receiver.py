@@ -160,7 +160,7 @@ class RoomReceiver(Transfer):
         if timeline is not None and timeline.noticed_at is None:
             now = self._rank._now()
             self.handover = handover = replace(handover, timeline=timeline._replace(noticed_at=now))
-            self._rank.totals.noticed_s.append(now - timeline.complete_at)
+            self._rank._totals.noticed_s.append(now - timeline.complete_at)
         return handover
 
     def _note_received(self, received: ef.ReceivedRoom) -> Handover:
