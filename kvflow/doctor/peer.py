@@ -275,7 +275,7 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
         return
     if not _is_probe(visit):
         host = host_of(visit.address)
-        cause = "a serving rank takes part in no probe, so the way of the data is not tested"
+        cause = "a serving rank takes part in no probe transfer, so the way of the data is not tested"
         listen = f"kvflow doctor --listen {join_address(host, 7199)} --plain"
         yield unknown(cause, f"on {host}: {listen}; then here: kvflow doctor {join_address(host, 7199)}")
         return
@@ -299,7 +299,8 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
         yield fail(cause, mend)
         return
     if result.facts is not None:
-        yield ok(f"a probe of kvflow {result.facts.version} on {result.facts.host}, up {result.facts.uptime_s:.0f} s")
+        facts = result.facts
+        yield ok(f"kvflow {facts.version} serves probe transfers on {facts.host}, up {facts.uptime_s:.0f} s")
     is_same_host = own in visit.hosts or ipaddress.ip_address(visit.hosts[0]).is_loopback
     for found in judge_probe(result, is_same_host=is_same_host, has_rdma=has_active_rdma(options)):
         yield found

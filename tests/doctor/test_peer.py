@@ -203,14 +203,7 @@ async def test_registry_is_recognised_and_one_that_does_not_know_the_instance_is
     assert mended(found["who answers"], "fail", "it answers for no rank", "the name of the instance")
 
 
-async def test_probe_on_this_host_is_measured() -> None:
-    async with serve_logged_probe(ProbeOrder(), "tcp://127.0.0.1:0") as address:
-        found = (await findings_of(address, backend="nixl"))["data transfer"]
-    assert "fail" not in [one.status for one in found]
-    assert [one.cause.partition(" ")[0] for one in found] == ["a", "path:", "latency"]
-
-
-async def test_probe_uses_the_keys_of_an_instance(tmp_path: Path) -> None:
+async def test_probe_is_measured_with_the_keys_of_an_instance(tmp_path: Path) -> None:
     make_private(tmp_path)
     one, two = tmp_path / "prefill-0", tmp_path / "decode-0"
     public = {path.name: make_keys(path) for path in (one, two)}
@@ -221,6 +214,7 @@ async def test_probe_uses_the_keys_of_an_instance(tmp_path: Path) -> None:
         options: dict[str, Any] = {"backend": "nixl", "keys": str(two), "trust": kvflow.load_trust(two)}
         found = (await findings_of(address, instance="decode-0", **options))["data transfer"]
         assert "fail" not in [one.status for one in found]
+        assert [one.cause.partition(" ")[0] for one in found] == ["kvflow", "path:", "latency"]
         found = (await findings_of(address, instance="decode-1", **options))["data transfer"]
         assert [one.status for one in found] == ["fail"]
 

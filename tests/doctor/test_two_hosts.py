@@ -52,6 +52,7 @@ def test_path_between_hosts_is_measured() -> None:
     assert "GB/s in one piece" in rates["cause"]
 
 
+@pytest.mark.slow
 def test_firewall_in_front_of_the_data_is_found() -> None:
     with TwoHosts() as net, listening(net.a) as address:
         net.pass_only(PORT)
