@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.doctor import devices, host, software, transport
+from kvflow.cli.main import main
+from kvflow.doctor import checks, devices, host, software, transport
 from kvflow.doctor.findings import Check, DoctorOptions, Finding, ok, run_checks
 from kvflow.keys import make_keys
 
@@ -216,3 +217,21 @@ def test_check_that_raises_could_not_look_and_others_go_on() -> None:
     assert (broken.check, broken.status) == ("broken check", "could not look")
     assert "ZeroDivisionError: no" in broken.cause
     assert (sound.check, sound.status) == ("sound check", "ok")
+
+
+def test_command_prints_findings_and_says_by_its_exit_code_whether_one_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["doctor", "--keys", str(tmp_path / "none")]
+    monkeypatch.setattr(checks, "CHECKS", (software.versions, software.key_files))
+    assert main(command) == 1
+    first, second, mend = capsys.readouterr().out.splitlines()
+    assert first.startswith("ok              versions: python ")
+    assert second.startswith("fail            key files: key file does not exist")
+    assert mend == f"                mend: kvflow keys new {tmp_path}/none"
+    assert main([*command, "--json"]) == 1
+    assert [one["status"] for one in json.loads(capsys.readouterr().out)] == ["ok", "fail"]
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "tcp://*:1"]) == 2
+    with pytest.raises(SystemExit):
+        main(["doctor", "--backend-options", "7"])
