@@ -17,11 +17,11 @@ from kvflow.addresses import check_endpoint, is_loopback, join_address, split_ad
 from kvflow.admin.messages import StatusAnswer
 from kvflow.control.diagnosis import CONNECT_S, diagnose
 from kvflow.doctor.devices import has_active_rdma
-from kvflow.doctor.findings import DoctorOptions, Finding, fail, name_of, ok, unknown, warn
+from kvflow.doctor.findings import UNKNOWN, DoctorOptions, Finding, fail, name_of, ok, unknown, warn
 from kvflow.doctor.probe import FINGERPRINT, ProbeOrder, run_in_child
 from kvflow.doctor.ranks import judge_drafts, local_ranks
 from kvflow.doctor.transport import judge_probe
-from kvflow.errors import ConfigError, RemoteProtocolError, TicketError, describe, shorten
+from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, TicketError, describe, shorten
 from kvflow.hosts import host_of, host_towards
 from kvflow.system import system_ports
 from kvflow.trust import Trust
@@ -128,10 +128,13 @@ async def _connect(address: str) -> Finding:
         cause = f"{address} does not answer within {CONNECT_S:g} s: the host is down, or a firewall drops it"
         return fail(cause, f"ping {host}; allow TCP port {port}; check `advertise` of the peer")
     except (OSError, UnicodeError) as error:
-        if isinstance(error.__cause__ or error, ConnectionRefusedError):
+        why: BaseException = error.__cause__ or error
+        while isinstance(why, BaseExceptionGroup):  # one for each address of the host
+            why = why.exceptions[0]
+        if isinstance(why, ConnectionRefusedError):
             cause = f"{address} refuses the connection: no process listens there"
             return fail(cause, f"ss -ltn 'sport = :{port}' on {host}; start the server, or correct the address")
-        return fail(f"no connection to {address}: {error.__cause__ or error}", f"ip route get {host}")
+        return fail(f"no connection to {address}: {why}", f"ip route get {host}")
     took_s = anyio.current_time() - began_at
     await stream.aclose()
     return ok(f"{address} accepts connections, within {took_s * 1e3:.1f} ms")
@@ -289,6 +292,10 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
     )
     result = await anyio.to_thread.run_sync(run_in_child, "ask", order, {}, options.probe_s or DoctorOptions.probe_s)
     own = await host_towards(visit.address) or "this host"
+    if result is not None and result.reason == FailureReason.REFUSED:
+        mend = "give both sides the same --backend and, with --keys, the --instance for which the other side lists them"
+        yield fail(f"the other side refuses: {result.failure}", mend)
+        return
     if result is None or result.failure:
         detail = "it has not ended in time" if result is None else result.failure
         cause = f"the control port answers, but data does not arrive: {detail}"
@@ -325,7 +332,7 @@ PEER_CHECKS: Final[tuple[PeerCheck, ...]] = (
     fingerprint_and_layout,
     data_transfer,
 )
-"""In this order; none goes on after one that has failed before anybody has answered."""
+"""In this order, until one fails or cannot look before anybody has answered for a rank."""
 
 
 async def examine_peer(visit: Visit) -> list[Finding]:
@@ -338,6 +345,6 @@ async def examine_peer(visit: Visit) -> list[Finding]:
         except Exception as error:  # noqa: BLE001 - as in `run_checks`
             found = [unknown(f"the check has failed: {shorten(describe(error))}")]
         findings += [msgspec.structs.replace(one, check=name_of(check)) for one in found]
-        if not visit.records and any(one.status == "fail" for one in found):
+        if not visit.records and any(one.status in ("fail", UNKNOWN) for one in found):
             break
     return findings
