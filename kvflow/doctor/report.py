@@ -5,6 +5,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,15 +65,18 @@ def write_report(
     Raises:
         OSError: The archive cannot be written, or a log cannot be read.
     """
-    names = []
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, data in _parts(options, logs, incidents):
-            entry = tarfile.TarInfo(f"kvflow-report/{name}")
-            entry.size, entry.mode = len(data), 0o600
-            archive.addfile(entry, io.BytesIO(data))
-            names.append(name)
-    return names
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            parts = dict(_parts(options, logs, incidents))
+            for name, data in parts.items():
+                entry = tarfile.TarInfo(f"kvflow-report/{name}")
+                entry.size, entry.mode = len(data), 0o600
+                archive.addfile(entry, io.BytesIO(data))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return list(parts)
 
 
 def _parts(options: DoctorOptions, logs: Sequence[Path], incidents: Path | None) -> Iterator[tuple[str, bytes]]:
@@ -90,10 +94,10 @@ def _parts(options: DoctorOptions, logs: Sequence[Path], incidents: Path | None)
         with log.open("rb") as stream:
             stream.seek(max(0, log.stat().st_size - MAX_LOG_BYTES))
             yield f"logs/{number}-{log.name}", without_secrets(stream.read().decode(errors="replace")).encode()
-    directory = incidents or find_directory(None)
-    found = [entry for entry in directory.glob(f"*{ENDING}") if entry.is_file()] if directory.is_dir() else []
-    for entry in sorted(found, key=lambda one: one.stat().st_mtime)[-MAX_INCIDENTS:]:
-        yield f"incidents/{entry.name}", entry.read_bytes()
+    with suppress(OSError):  # there are none, or they cannot be read
+        found = [entry for entry in (incidents or find_directory(None)).glob(f"*{ENDING}") if entry.is_file()]
+        for entry in sorted(found, key=lambda one: one.stat().st_mtime)[-MAX_INCIDENTS:]:
+            yield f"incidents/{entry.name}", entry.read_bytes()
 
 
 def _clean(value: Any) -> bytes:

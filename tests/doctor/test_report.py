@@ -92,3 +92,7 @@ def test_command_writes_a_report_and_overwrites_nothing(tmp_path: Path, capsys: 
     assert main(command) == 2
     assert "report cannot be written" in capsys.readouterr().err
     assert path.read_bytes() == before
+    path.unlink()
+    assert main([*command, "--log", str(tmp_path / "none.log")]) == 2
+    assert "none.log" in capsys.readouterr().err
+    assert not path.exists()
