@@ -1,6 +1,7 @@
 """The class that vLLM loads, once for its scheduler and once for each worker. It only delegates."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from vllm.version import __version__ as vllm_version
 from kvflow import ConfigError
 from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.vllm.dialect import add_trace_context
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
@@ -31,6 +33,7 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
+from kvflow.engines.vllm.times import RequestTimes
 from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 from kvflow.engines.vllm.worker import ConnectorWorker
 
@@ -75,6 +78,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
+            self._times = RequestTimes(time.monotonic)
             self._scheduler = ConnectorScheduler(
                 self._groups,
                 is_prefill=transfer.is_kv_producer,
@@ -115,6 +119,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def on_new_request(self, request: Any) -> None:
+        self._times.arrived(request.request_id)
         self._scheduler.add(request)
 
     @override
@@ -129,16 +134,20 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._times.note((request.request_id,), "scheduled")
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        self._times.step(scheduler_output.num_scheduled_tokens)
         return self._scheduler.step(scheduler_output)
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.take_sent(connector_output.finished_sending or ())
-        self._scheduler.take_received(connector_output.finished_recving or ())
+        received = connector_output.finished_recving or ()
+        self._times.note(received, "received")
+        self._scheduler.take_received(received)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
@@ -151,7 +160,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, is_complete=request.status in COMPLETE)
+        self._times.ended(request.request_id)
+        is_needed, params = self._scheduler.finished(request, is_complete=request.status in COMPLETE)
+        add_trace_context(params, getattr(request, "trace_headers", None))
+        return is_needed, params
 
     # The worker side -------------------------------------------------------------------------------------------------
 

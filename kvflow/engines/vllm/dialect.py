@@ -19,6 +19,7 @@ __all__ = [
     "NOTHING_KEPT",
     "WITHDRAWN",
     "Reference",
+    "add_trace_context",
     "digest_of",
     "has_ticket",
     "is_for_decode",
@@ -158,3 +159,10 @@ def reply(
         TICKET: own,
         PROMPT: prompt,
     }
+
+
+def add_trace_context(params: Mapping[str, Any] | None, headers: Mapping[str, str] | None) -> None:
+    """Add the W3C trace context of a request, if it has one, to the ticket in the parameters from `reply`."""
+    traceparent = (headers or {}).get("traceparent")
+    if traceparent and params is not None and TICKET in params:
+        params[TICKET]["traceparent"] = traceparent
