@@ -78,6 +78,16 @@ PANELS: Final = (
     ),
     Panel(
         HANDOVERS,
+        "Where the time goes",
+        "Mean of each part of a handover, of both sides; docs/tracing.md says what makes each part long.",
+        "s",
+        {
+            "{{part}}": f"{_rate('kvflow_handover_part_seconds_sum', 'part')}"
+            f" / {_rate('kvflow_handover_part_seconds_count', 'part')}"
+        },
+    ),
+    Panel(
+        HANDOVERS,
         "Failures by reason",
         "Per second, as each side sees them. docs/failure-model.md explains the reasons.",
         "ops",
