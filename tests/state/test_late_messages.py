@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.bounds import Bounds
-from kvflow.errors import FailureReason
+from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
 from kvflow.state.effects import CountAnomaly, ReportGranted
 from kvflow.state.events import Chunk, DeliveryId
@@ -13,6 +13,7 @@ from kvflow.wire.messages import (
     Cancel,
     Drained,
     Failed,
+    Failure,
     Goodbye,
     Grant,
     Message,
@@ -33,12 +34,13 @@ from tests.support.cores import (
     reports,
 )
 from tests.support.receiving import Transfer, request
-from tests.support.sending import end, pieces, posted
+from tests.support.sending import chunk, end, pieces, posted
 
 ROOM = 7
 DELIVERY = DeliveryId(ROOM, DECODE, 1)
 WHOLE = ev.ChunkOffered(ROOM, Chunk((0, 8), {"kv": (0, 8)}, last=True))
 OTHER = peer("prefill", 1)
+WRITE_FAILED = Failure(FailureReason.WRITE_FAILED, Stage.SUBMIT, "prefill/0", "disconnected")
 
 
 @pytest.fixture
@@ -77,6 +79,27 @@ def deliver(prefill: PrefillDriver) -> None:
     prefill(WHOLE)
     end(prefill, 0)
     assert reports(prefill.hear(DECODE, Ack(room=ROOM, generation=1))) == [("success", "safe")]
+
+
+@pytest.mark.parametrize("failure", [None, WRITE_FAILED], ids=["written", "the peer closed its end"])
+def test_what_decode_has_acknowledged_succeeds_although_it_leaves_before_the_write_ends_here(
+    prefill: PrefillDriver, failure: Failure | None
+) -> None:
+    """A transport may report the end of a write after the Ack and the Goodbye, above all in a busy process."""
+    prefill(ev.SendOpened(ROOM))
+    prefill.hear(DECODE, grant())
+    prefill(WHOLE)
+    assert reports(prefill.hear(DECODE, Ack(room=ROOM, generation=1))) == []
+    assert reports(prefill.hear(DECODE, Goodbye(peer=DECODE))) == []
+    assert reports(end(prefill, 0, failure=failure)) == [("success", "safe")]
+
+
+def test_an_early_ack_of_what_is_not_all_sent_saves_no_room(prefill: PrefillDriver) -> None:
+    prefill(ev.SendOpened(ROOM))
+    prefill.hear(DECODE, grant())
+    prefill(chunk(0, 4))
+    prefill.hear(DECODE, Ack(room=ROOM, generation=1))
+    assert reports(prefill.hear(DECODE, Goodbye(peer=DECODE))) == [("failed", "draining")]
 
 
 # Grants ----------------------------------------------------------------------------------------------------------

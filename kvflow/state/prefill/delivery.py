@@ -307,6 +307,11 @@ class Delivery:
                 effects = self._context.peers.send(self.id.peer, notice)
         return [*effects, *self._settle()]
 
+    @property
+    def has_arrived(self) -> bool:
+        """True if decode has everything. The ends of posts may be reported after that, or fail because it has left."""
+        return self._is_acknowledged and self._has_last_chunk and not self._unposted and not self._planned
+
     def retransmit(self) -> list[PrefillEffect]:
         """Retransmit what the decode rank seems to have missed, over the control channel."""
         self.num_retransmits += 1

@@ -188,9 +188,9 @@ class Room:
         return [*granted, *self._feed(delivery, kept, now)]
 
     def post_ended(self, delivery: Delivery, ended: PostEnded) -> list[PrefillEffect]:
-        """Note that a post has ended; a failed one ends the room."""
+        """Note that a post has ended; a failed one ends the room, unless decode has everything all the same."""
         failure = ended.failure
-        stopped = self.stop(Signal.FAILED, failure) if failure else []
+        stopped = self.stop(Signal.FAILED, failure) if failure and not delivery.has_arrived else []
         written = delivery.post_ended(ended.seq, is_written=failure is None, lingers=ended.lingers, stamps=ended.stamps)
         return [*stopped, *written]
 

@@ -180,12 +180,13 @@ class Rooms:
         return self.follow(room, delivery.acknowledged(), now)
 
     def peer_lost(self, peer: PeerId, failure: Failure, now: float) -> list[PrefillEffect]:
-        """Fail every room that a lost decode rank still waits for."""
+        """Fail every room that a lost decode rank still waits for, or of which it has not acknowledged everything."""
         effects: list[PrefillEffect] = []
         for number in self._by_peer.keys_of(peer):
             room = self.rooms[number]
             delivery = room.delivery_to(peer)
-            if (delivery is not None and delivery.state.is_pending) or peer in room.announced:
+            is_waiting = delivery is not None and delivery.state.is_pending and not delivery.has_arrived
+            if is_waiting or peer in room.announced:
                 effects += self.fail(room, failure, now)
         return effects
 
