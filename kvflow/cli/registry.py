@@ -46,13 +46,14 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from kvflow.doctor.peer import list_ranks  # noqa: PLC0415 - `kvflow --help` loads little
+    from kvflow.doctor.peer import MAX_LISTED, list_ranks  # noqa: PLC0415 - `kvflow --help` loads little
 
     check_positive(arguments, "timeout")
     if arguments.registry is None:
         raise ConfigError("list needs the address of a registry: --registry tcp://HOST:PORT")
     Endpoint.parse(arguments.registry)
     trust = load_trust(arguments.keys) if arguments.keys else Trust.none()
+    records = asyncio.run(list_ranks(arguments.registry, trust, arguments.timeout))
     rows = [
         {
             "rank": str(record.peer.rank),
@@ -61,12 +62,14 @@ def _list(arguments: argparse.Namespace) -> int:
             "endpoint": record.endpoint,
             "backend": record.backend,
         }
-        for record in asyncio.run(list_ranks(arguments.registry, trust, arguments.timeout))
+        for record in sorted(records, key=lambda record: record.peer.rank)
     ]
     if arguments.json:
         print("\n".join(map(json.dumps, rows)), end="\n" if rows else "")
     else:
         print_table(("RANK", "INCARNATION", "OF", "ADDRESS", "BACKEND"), [tuple(row.values()) for row in rows])
+    if len(records) == MAX_LISTED:
+        print(f"a registry tells {MAX_LISTED} ranks at most", file=sys.stderr)
     return 0
 
 

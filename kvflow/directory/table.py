@@ -20,6 +20,7 @@ from kvflow.gate.shares import DirectoryShares
 from kvflow.state.decode.instances import is_complete
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import (
+    MAX_LISTED,
     MAX_RANKS_TOLD,
     Message,
     PeerId,
@@ -193,9 +194,9 @@ class RegistryTable:
             self._forget(peer)
 
     def list_ranks(self) -> tuple[SealedRecord, ...]:
-        """Return the records of all instances without their layouts, by name and engine rank, as many as are told."""
-        places = (entry.places[rank] for _, entry in sorted(self._instances.items()) for rank in sorted(entry.places))
-        told = itertools.islice(places, MAX_RANKS_TOLD)
+        """Return `MAX_LISTED` records of all instances at most, without their layouts."""
+        places = (place for entry in self._instances.values() for place in entry.places.values())
+        told = itertools.islice(places, MAX_LISTED)
         return tuple(structs.replace(place.holder.record, layout=NO_LAYOUT) for place in told)
 
     def may_wait(self, instance: str, connection: bytes, taker: str = "") -> bool:

@@ -28,6 +28,7 @@ from kvflow.trust import Trust
 from kvflow.wire.codec import Reader, encode
 from kvflow.wire.messages import (
     EVERY_INSTANCE,
+    MAX_LISTED,
     Lookup,
     Message,
     RankAddress,
@@ -38,7 +39,7 @@ from kvflow.wire.messages import (
 )
 from kvflow.wire.ticket import Ticket
 
-__all__ = ["PEER_CHECKS", "Visit", "examine_peer", "list_ranks", "read_target"]
+__all__ = ["MAX_LISTED", "PEER_CHECKS", "Visit", "examine_peer", "list_ranks", "read_target"]
 
 ANSWERS: Final[Reader[Records | Refuse]] = Reader(Records | Refuse)
 LISTS: Final[Reader[SealedRecords | Refuse]] = Reader(SealedRecords | Refuse)

@@ -9,7 +9,7 @@ import pytest
 from kvflow.directory.table import RegistryTable
 from kvflow.errors import RemoteProtocolError
 from kvflow.state.decode.instances import is_complete
-from kvflow.wire.messages import RegistrationConflict, SealedRecord, SealedRecords
+from kvflow.wire.messages import MAX_LISTED, RegistrationConflict, SealedRecord, SealedRecords
 from tests.directory.answers import Brief, brief
 from tests.directory.records import sealed
 from tests.support.steps import num_steps
@@ -299,3 +299,16 @@ def test_record_of_a_rank_outside_its_instance_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="outside its instance") as caught:
         sealed(engine_rank=2, num_ranks=2)
     assert caught.value.values == {"engine_rank": 2, "num_ranks": 2}
+
+
+def test_a_list_of_all_ranks_has_no_layouts_and_is_bounded() -> None:
+    table = RegistryTable()
+    for number in range(MAX_LISTED + 1):
+        one = sealed(f"instance-{number}", incarnation=number + 1)
+        assert table.has_place(one)
+        table.register(one, 9.0, b"", 0.0)
+    listed = table.list_ranks()
+    assert len(listed) == MAX_LISTED
+    assert [record.peer.rank.instance for record in listed[:2]] == ["instance-0", "instance-1"]
+    assert {bytes(record.layout) for record in listed} == {b"\xc0"}
+    assert table.num_ranks == MAX_LISTED + 1

@@ -11,6 +11,7 @@ from kvflow.wire.messages.values import MAX_RANKS_TOLD, InstanceName, Lease, Loo
 
 __all__ = [
     "EVERY_INSTANCE",
+    "MAX_LISTED",
     "Lookup",
     "RankAddress",
     "RankRecord",
@@ -27,6 +28,9 @@ __all__ = [
 
 EVERY_INSTANCE: Final = "*"
 """Asks a registry for all of its ranks, for a person."""
+
+MAX_LISTED: Final = 1_024
+"""Maximum number of ranks in the answer, which holds the event loop for a few ms."""
 
 
 def _check_endpoint(endpoint: str) -> None:
@@ -130,7 +134,8 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     Attributes:
         instance: Name of the instance; None for the instance of the rank that answers. Such a rank returns its own
-            instance whatever the name. A registry answers `EVERY_INSTANCE` at once with all ranks, without layouts.
+            instance whatever the name. A registry answers `EVERY_INSTANCE` at once with up to `MAX_LISTED` ranks,
+            without layouts.
         timeout_s: How long the directory may wait until all ranks are registered.
         number: The answer repeats the highest number received, which shows that it is newer than that lookup.
     """
