@@ -128,6 +128,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
             return
         if self.kv_mgr.request_status.get(bootstrap_room) == KVPoll.Failed:  # SGLang rejects it
             return
+        self.kv_mgr.request_times.arrived(bootstrap_room)
         with contained(partial(self.kv_mgr.fail, bootstrap_room)):
             self.transfer = self.kv_mgr.rank.send(bootstrap_room)
             self.kv_mgr.follow(self)
@@ -148,6 +149,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
 
     @override
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self.kv_mgr.request_times.note((self.bootstrap_room,), "scheduled")
         with contained(self._refuse):
             super().init(num_kv_indices, aux_index)
             if num_kv_indices < 0:
@@ -196,6 +198,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         pages = pools.pages(kv_indices) | pools.state_pages((0, tokens[1]), states)
         if self.transfer is not None:
             self._is_offered = True
+            self.kv_mgr.request_times.note((self.bootstrap_room,), "last prefill step ended")
             self.transfer.finish(tokens, pages, metadata=self.kv_mgr.metadata.read(metadata_row), ready=ready)
 
     @override
@@ -214,6 +217,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         self._give_up()
         self._is_over = True
         if self._owns_bootstrap_room:
+            self.kv_mgr.request_times.ended(self.bootstrap_room)
             super().clear()
 
 
@@ -228,6 +232,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if is_taken:
             self._leave_room()
+        else:
+            mgr.request_times.arrived(bootstrap_room)
 
     @override
     def _register_kv_args(self) -> bool:
@@ -262,6 +268,7 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         if self.transfer is None:
             self.kv_mgr.fail(self.bootstrap_room, f"no prefill server was found at {self.bootstrap_addr}")
             return
+        self.kv_mgr.request_times.note((self.bootstrap_room,), "scheduled")
         pools = self.kv_mgr.pools
         self._metadata_row = -1 if aux_index is None else aux_index
         with contained(self._refuse):
@@ -281,6 +288,7 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
             return
         with contained(partial(self.kv_mgr.fail, self.bootstrap_room)):
             self.kv_mgr.metadata.write(self._metadata_row, self.transfer.result().metadata)
+            self.kv_mgr.request_times.note((self.bootstrap_room,), "received")
             super()._succeed()
 
     @override
@@ -303,6 +311,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     def clear(self) -> None:
         self._give_up()
         self._is_over = True
+        if self._owns_bootstrap_room:
+            self.kv_mgr.request_times.ended(self.bootstrap_room)
         super().clear()
 
 

@@ -30,6 +30,7 @@ from kvflow.engines.sglang.metadata import MetadataRows
 from kvflow.engines.sglang.options import log_what_has_no_effect, refuse_unserved, transport_options
 from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import default_limits, default_timeouts, read_settings
+from kvflow.engines.times import RequestTimes
 from kvflow.errors import shorten
 from kvflow.geometry import Location
 
@@ -63,6 +64,7 @@ class KvflowKVManager(CommonKVManager):
         self._transport_options = transport_options(self.settings, args)
         self.pools: PoolMap = _describe(args, is_mla=bool(is_mla_backend), fingerprint=self.settings.fingerprint)
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+        self.request_times = RequestTimes(LOGGER, time.monotonic)
         self._ends: dict[Any, TransferEnd] = {}
         self._held: defaultdict[int, list[TransferEnd]] = defaultdict(list)
         self._quarantine = QuarantineWatch(self.settings.releases)

@@ -25,6 +25,7 @@ from vllm.version import __version__ as vllm_version
 from kvflow import ConfigError
 from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.times import RequestTimes
 from kvflow.engines.vllm.dialect import add_trace_context
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
@@ -33,7 +34,6 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
-from kvflow.engines.vllm.times import RequestTimes
 from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 from kvflow.engines.vllm.worker import ConnectorWorker
 
@@ -78,7 +78,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
-            self._times = RequestTimes(time.monotonic)
+            self._times = RequestTimes(LOGGER, time.monotonic)
             self._scheduler = ConnectorScheduler(
                 self._groups,
                 is_prefill=transfer.is_kv_producer,

@@ -1,17 +1,19 @@
-"""What vLLM's adapter tells about a request: when it went through the scheduler, and the trace that it belongs to."""
+"""What adapters tell about a request: when it went through the engine, and the trace that it belongs to."""
 
 import itertools
 import logging
 
 import pytest
 
+from kvflow.engines.times import MAX_REQUESTS, RequestTimes
 from kvflow.engines.vllm.dialect import TICKET, add_trace_context
-from kvflow.engines.vllm.times import RequestTimes
+
+LOGGER = logging.getLogger("vllm.kvflow")
 
 
 def times() -> RequestTimes:
     """Return times by a clock that is one second later at each look."""
-    return RequestTimes(map(float, itertools.count()).__next__)
+    return RequestTimes(LOGGER, map(float, itertools.count()).__next__)
 
 
 def test_a_request_of_decode_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,6 +44,17 @@ def test_nothing_is_kept_unless_it_is_logged(caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.DEBUG, "vllm.kvflow")
     noted.ended("a")
     assert not caplog.messages
+
+
+def test_requests_whose_end_is_not_told_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "vllm.kvflow")
+    noted = times()
+    for room in range(MAX_REQUESTS + 1):
+        noted.arrived(room)
+    noted.ended(0)
+    assert not caplog.messages
+    noted.ended(1)
+    assert len(caplog.messages) == 1
 
 
 def test_ticket_gets_the_context_of_the_request() -> None:
