@@ -129,11 +129,15 @@ def _piece(effect: Any) -> object:
     return {
         "delivery": piece.delivery,
         "seq": piece.seq,
-        "notice": piece.notice,
+        "ranges": piece.ranges,
+        "layers": piece.layers,
         "cost": piece.cost,
         "slots": piece.slots,
-        "must_pack": piece.must_pack,
     }
+
+
+def _plan(effect: Any) -> object:
+    return {"delivery": effect.delivery, "seq": effect.seq}
 
 
 def _wait(effect: Any) -> object:
@@ -151,6 +155,7 @@ def _digests(effect: Any) -> object:
 SHORTER: Final[Mapping[type, Callable[[Any], object]]] = {
     ef.PostPiece: _piece,
     ef.PlanPiece: _piece,
+    ef.PostPlan: _plan,
     ef.AwaitData: _wait,
     ef.ScatterStaged: _scatter,
     ef.VerifyDigests: _digests,
@@ -175,6 +180,10 @@ LASTING: Final = frozenset(
     }
 )
 """Events, messages and effects that make or end a connection to a peer."""
+
+
+PASSING: Final = frozenset({ev.ChunkOffered, ev.NoticeDelivered, ev.PlanFinished, ev.PostEnded, ev.SendOpened})
+"""The most frequent of the others."""
 
 
 class BoxContents(NamedTuple):
@@ -256,9 +265,16 @@ class BlackBox:
 
 def _is_lasting(event: Any, effects: Sequence[Any]) -> bool:
     """Return whether an event makes or ends a connection to a peer, or tries."""
-    if not LASTING.isdisjoint((type(event), type(getattr(event, "message", None)), *map(type, effects))):
+    kind = type(event)
+    if kind in PASSING:
+        return False
+    if kind is ev.MessageArrived or kind is ev.MessageReceived:
+        kind = type(event.message)
+        if kind not in LASTING:
+            return False
+    if kind in LASTING or not LASTING.isdisjoint(map(type, effects)):
         return True
-    is_timer = type(event) is ev.TimePassed
+    is_timer = kind is ev.TimePassed
     return is_timer and any(type(each) is ef.SendMessage and type(each.message) is Hello for each in effects)
 
 
@@ -267,7 +283,7 @@ def _entry(event: Any, now: float, effects: Sequence[object], error: str) -> tup
     if type(event) is ev.HelloChecked and event.link is not None:
         event = msgspec.structs.replace(event, link=None, failure="")
     known = SHORTER
-    told = [(type(each).__name__, known[type(each)](each) if type(each) in known else each) for each in effects]
+    told = [(kind.__name__, known[kind](each) if kind in known else each) for each in effects for kind in (type(each),)]
     return now, type(event).__name__, event, told, error
 
 

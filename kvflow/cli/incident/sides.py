@@ -113,8 +113,10 @@ class Side:
                 elif name == "Reply":
                     yield Spoken(moment.now, _ident(fields["message"]), self._peer_at.get(fields["connection"]))
                 elif name in ("PostPiece", "PostPlan"):
-                    peer = _peer(fields["delivery"][1])
-                    yield Spoken(moment.now, _ident(fields["notice"]), peer)
+                    room, peer, generation = fields["delivery"]
+                    notice = {"type": "notice", "room": room, "generation": generation, "seq": fields["seq"]}
+                    notice["engine_rank"] = self.me.rank.engine_rank
+                    yield Spoken(moment.now, _ident(notice), _peer(peer))
 
     def heard(self) -> Iterable[Spoken]:
         """Yield what has arrived."""

@@ -161,8 +161,8 @@ def _told_effects(effects: Iterable[tuple[str, Any]]) -> Iterable[str]:
             case "SendMessage" | "Reply":
                 yield f"sends {fields['message']['type']}"
             case "PostPiece" | "PostPlan":
-                notice = fields["notice"]
-                yield f"writes {notice['num_bytes']} bytes" if notice["num_bytes"] else "writes"
+                cost = fields.get("cost")
+                yield f"writes {cost[0]} bytes" if cost else f"writes plan {fields['seq']}"
             case "ReportSender" | "ReportReceiver":
                 yield _told_report(fields)
             case "CountAnomaly":
