@@ -201,8 +201,9 @@ class RankConfig:
         record: File to which every event of the rank is written for later replay; None for no recording.
         admin: Directory for the Unix socket over which `kvflow status` and other commands ask this rank
             (docs/operating.md): True for the default directory, False for no socket.
-        black_box: Directory for files about incidents, which `kvflow incident` reads (docs/operating.md): True for the
-            default directory. False keeps and writes none.
+        black_box: Keep the last minute of events, and write them to a file when something goes wrong, for `kvflow
+            incident` (docs/operating.md): True for the default directory, or a directory. Off by default, because it
+            takes some percent of the rate of very small requests.
         trust: This rank's keys and the trusted keys of others (`kvflow.load_trust`). None allows plain transport on the
             loopback interface only; any other address is an error. `Trust.none()` allows plain transport everywhere.
             See docs/security.md.
@@ -223,7 +224,7 @@ class RankConfig:
     staging_slot_bytes: int = 8 * 2**20
     record: str | os.PathLike[str] | None = None
     admin: bool | str | os.PathLike[str] = True
-    black_box: bool | str | os.PathLike[str] = True
+    black_box: bool | str | os.PathLike[str] = False
     trust: Trust | None = None
 
     _host_staging_bytes = 0

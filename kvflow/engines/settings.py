@@ -43,7 +43,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: dict[str, int] = {}
     staging_bytes: int | None = None
     admin: bool | str = True
-    black_box: bool | str = True
+    black_box: bool | str = False
     doctor: bool = False
     digest_every: int = 0
     proofs: dict[str, Any] = {}
