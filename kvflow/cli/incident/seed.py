@@ -88,7 +88,9 @@ def write_scenario(story: Story, sides: Sequence[Side], room: RoomId) -> str:
         *_transport(by_role, events),
         f"request 1: {num_tokens} tokens, P to D",
     ]
-    return "\n".join([*head, *_spread(steps), "expect D 1: success, safe", "expect P 1: success, safe", ""])
+    return "\n".join(
+        [*head, *_spread(steps, lines[-1].at), "expect D 1: success, safe", "expect P 1: success, safe", ""]
+    )
 
 
 def _instance(side: Side, role: str, num_tokens: int) -> str:
@@ -140,10 +142,10 @@ def _faults(story: Story, decode: Side, room: RoomId, lines: Sequence[Line]) -> 
         yield Step(pair.sent_at - shift[pair.sender.me] - 1e-6, f"cut {source} to {target}")
 
 
-def _spread(steps: Sequence[Step]) -> Iterator[str]:
-    """Yield the lines of steps, with the time between them."""
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
+def _spread(steps: Sequence[Step], ended_at: float) -> Iterator[str]:
+    """Yield the lines of steps, with the time between them, and that until the last event and a second more."""
+    times = [*(step.at for step in steps[1:]), ended_at + 1.0]
+    for step, following_at in zip(steps, times, strict=True):
         yield step.text
-        waits_s = 1.0 if following is None else following.at - step.at
-        if waits_s >= 1e-3:
-            yield f"run {waits_s * 1e3:.0f} ms"
+        if following_at - step.at >= 1e-3:
+            yield f"run {(following_at - step.at) * 1e3:.0f} ms"
