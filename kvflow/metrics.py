@@ -287,8 +287,8 @@ SERIES: Final[tuple[Series, ...]] = (
         PREFILL,
         "peers",
         "path",
-        "Peers to which the transport writes over each path, like `TCP`. It is told from what the kernel has sent, and "
-        "known once there were [large writes](log-events.md#the-path-of-writes).",
+        "Peers to which the transport writes over each path, like `TCP`. It is derived from the kernel's TCP byte "
+        "counters, and known once there were [large writes](log-events.md#the-path-of-writes).",
         lambda found: found.paths,
     ),
     Series(

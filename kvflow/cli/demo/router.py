@@ -54,12 +54,12 @@ def print_result(result: Report, *, with_stages: bool = False) -> None:
     """Print the answer, what the handover cost and whether the tokens are right to standard output."""
     print(f"the decode side continues:\n\n{textwrap.indent(textwrap.fill(result['text'].strip(), 100), '    ')}\n")
     compute_ms, handover_ms = result["compute_ms"], result["handover_ms"]
-    share = handover_ms / compute_ms
+    share = f"{handover_ms / compute_ms:.1%} of the time to compute the prompt"
     moved = "{bytes_mb:.1f} MB moved from {prefill_tp} to {decode_tp} ranks over {backend}"
     rows = {
         "prompt": f"{result['prompt_tokens']} tokens, computed in {compute_ms / 1e3:.2f} s",
         "cache": f"{moved.format(bytes_mb=result['bytes'] / 1e6, **result)}, while it was computed",
-        "handover": f"decode started {handover_ms:.1f} ms after the last chunk: {share:.1%} of the prompt's time",
+        "handover": f"decode started {handover_ms:.1f} ms after the last chunk: {share}",
     }
     if with_stages:
         rows["stages"] = "time in each; slowest rank; they overlap"
