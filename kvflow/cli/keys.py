@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
-from kvflow.cli.options import HelpFormatter
+from kvflow.cli.options import add_action, add_actions
 from kvflow.trust import Trust
 
 __all__ = ["add_arguments", "prepare"]
@@ -12,31 +11,23 @@ __all__ = ["add_arguments", "prepare"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    new = _add_action(actions, "new", "create a key pair, and print its public key")
+    actions = add_actions(parser)
+    new = add_action(actions, "new", "create a key pair, and print its public key")
     new.add_argument("directory", metavar="DIRECTORY", help="key directory; created if it does not exist")
     kind = new.add_mutually_exclusive_group()
     capability = "create only a capability key, which routers and prefill ranks share"
     kind.add_argument("--capability", action="store_true", help=capability)
     ticket = "create only a ticket key, which prefill and decode ranks share"
     kind.add_argument("--ticket", action="store_true", help=ticket)
-    trust = _add_action(actions, "trust", "add another process's public key to the list")
+    trust = add_action(actions, "trust", "add another process's public key to the list")
     trust.add_argument("directory", metavar="DIRECTORY", help="key directory of the process that is to trust it")
     trust.add_argument("key", metavar="PUBLIC-KEY", help="as printed by `kvflow keys new`")
     whose = trust.add_mutually_exclusive_group(required=True)
     instance = "the instance it belongs to; `NAME*` matches every name that begins with NAME"
     whose.add_argument("instance", metavar="INSTANCE", nargs="?", help=instance)
     whose.add_argument("--registry", action="store_true", help="the key belongs to the registry")
-    show = _add_action(actions, "show", "print the public key, and the trusted keys")
+    show = add_action(actions, "show", "print the public key, and the trusted keys")
     show.add_argument("directory", metavar="DIRECTORY", help="key directory")
-
-
-def _add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
-    description = f"{text[0].upper()}{text[1:]}."
-    added: argparse.ArgumentParser = actions.add_parser(
-        name, help=text, description=description, formatter_class=HelpFormatter
-    )
-    return added
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:

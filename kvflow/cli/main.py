@@ -1,6 +1,7 @@
 """The `kvflow` command."""
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,8 @@ __all__ = ["main", "run_program", "run_quietly"]
 
 EXIT_UNUSABLE = 2
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
+"""As a shell tells of SIGPIPE, which ends most programs whose output nobody reads any more."""
 
 COMMANDS = {
     "demo": "kvflow.cli.demo.command",
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: that of the command, 2 if it could not do its work, or 130 if it was interrupted.
+        The exit code: that of the command, 2 if it could not do its work, 130 if it was interrupted, or 141 if nobody
+        reads its output any more.
     """
     return run_program("kvflow", "Moves KV caches from prefill to decode servers.", COMMANDS, argv)
 
@@ -58,18 +62,21 @@ def _prepare(program: str, description: str, places: Mapping[str, str], words: S
     from importlib import import_module  # noqa: PLC0415
 
     from kvflow import __version__  # noqa: PLC0415
-    from kvflow.cli.options import HelpFormatter  # noqa: PLC0415
+    from kvflow.cli.options import add_action, add_actions  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = add_actions(parser, "COMMAND")
     for name, place in places.items():
         module = import_module(place)
-        about = module.__doc__
-        command = commands.add_parser(name, help=about, description=about, formatter_class=HelpFormatter)
+        about = module.__doc__ or ""
+        command = add_action(commands, name, about)
         module.add_arguments(command)
         command.set_defaults(prepare=module.prepare)
     arguments = parser.parse_args(words)
+    if arguments.incomplete is not None:
+        arguments.incomplete.print_help(sys.stderr)
+        return lambda: EXIT_UNUSABLE
     work: Callable[[], int] = arguments.prepare(arguments)
     return work
 
@@ -81,6 +88,26 @@ def run_quietly(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
         name: Prefix of that line.
         prepare: Imports what is needed, and returns the function to run. An interrupt meanwhile requires no cleanup.
     """
+    try:
+        try:
+            return _run(name, prepare)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_output_unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+        return EXIT_UNREAD
+
+
+def _is_output_unread() -> bool:
+    """Return whether standard output is a pipe without a reader, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return bool(poll.poll(0))
+
+
+def _run(name: str, prepare: Callable[[], Callable[[], int]]) -> int:
     from kvflow.errors import KvflowError  # noqa: PLC0415 - as above
 
     try:

@@ -8,7 +8,16 @@ from typing import Any
 import kvflow
 from kvflow.errors import ConfigError
 
-__all__ = ["HelpFormatter", "add_backend_option", "check_backend", "check_installed", "check_positive", "read_json"]
+__all__ = [
+    "HelpFormatter",
+    "add_action",
+    "add_actions",
+    "add_backend_option",
+    "check_backend",
+    "check_installed",
+    "check_positive",
+    "read_json",
+]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -18,6 +27,22 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default in (None, False, "", []):
             return action.help
         return super()._get_help_string(action)
+
+
+def add_actions(parser: argparse.ArgumentParser, metavar: str = "ACTION") -> Any:
+    """Let a parser have actions, for `add_action`; without one, the program prints the help of this parser."""
+    parser.set_defaults(incomplete=parser)
+    return parser.add_subparsers(dest="action", metavar=metavar)
+
+
+def add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """Add an action, and return its parser."""
+    description = f"{text[0].upper()}{text[1:].removesuffix('.')}."
+    added: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=description, formatter_class=HelpFormatter
+    )
+    added.set_defaults(incomplete=None)
+    return added
 
 
 def add_backend_option(parser: argparse.ArgumentParser, default: str = "nixl") -> None:
@@ -50,8 +75,8 @@ def check_positive(arguments: argparse.Namespace, *options: str) -> None:
 
 
 def check_installed(*packages: str) -> None:
-    """Raise ConfigError if packages are not installed; the error names them."""
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    """Raise ConfigError if packages, each with or without a version as pip takes it, are not installed."""
+    missing = [package for package in packages if importlib.util.find_spec(package.partition("==")[0]) is None]
     if missing:
         install = f"pip install {' '.join(missing)}"
         raise ConfigError("command requires packages that are not installed", missing=missing, install=install)

@@ -14,7 +14,7 @@ from kvflow.cli.asking import (
     show_bytes,
     show_duration,
 )
-from kvflow.cli.options import HelpFormatter
+from kvflow.cli.options import add_action, add_actions
 from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ HEAD = ("RANK", "ID", "ROOM", "LABEL", "FOR", "PAGES", "BYTES", "FAILURE")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = add_actions(parser)
     listed = _add_action(actions, "list", "list transfers in quarantine, with the proofs that are missing")
     listed.add_argument("--json", action="store_true", help="print one line of JSON for each rank")
     release = _add_action(actions, "release", "release the pages of a transfer without proof")
@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
-    description = f"{text[0].upper()}{text[1:]}."
-    added: argparse.ArgumentParser = actions.add_parser(
-        name, help=text, description=description, formatter_class=HelpFormatter
-    )
+    added = add_action(actions, name, text)
     add_rank_options(added)
     return added
 

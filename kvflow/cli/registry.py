@@ -67,7 +67,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print("\n".join(map(json.dumps, rows)), end="\n" if rows else "")
     else:
-        print_table(("RANK", "INCARNATION", "OF", "ADDRESS", "BACKEND"), [tuple(row.values()) for row in rows])
+        print_table(("RANK", "INCARNATION", "RANKS", "ADDRESS", "BACKEND"), [tuple(row.values()) for row in rows])
     if len(records) == MAX_LISTED:
         print(f"a registry tells {MAX_LISTED} ranks at most", file=sys.stderr)
     return 0

@@ -91,6 +91,34 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvflow {__version__}\n"
 
 
+@pytest.mark.parametrize("words", [[], ["keys"], ["quarantine"]])
+def test_help_is_shown_if_the_action_is_missing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(" ".join(["usage: kvflow", *words, "[-h]"]))
+
+
+def test_proxy_says_which_servers_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proxy"]) == 2
+    assert "--prefill is missing" in capsys.readouterr().err
+    assert main(["proxy", "--prefill", "http://127.0.0.1:9"]) == 2
+    assert "--decode is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_command_whose_output_nobody_reads_ends_quietly(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "kvflow.cli", "doctor", "--no-probe", "--socket", "/nowhere"]
+        variables = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(
+            command, check=False, stdout=writer, stderr=subprocess.PIPE, text=True, env=variables, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 COMMANDS = ["demo", "registry", "incident", "proxy", "serve"]
 
 

@@ -33,6 +33,7 @@ async def test_all_instances_are_listed(capsys: pytest.CaptureFixture[str]) -> N
             await until(lambda: deployment.registry.statistics().ranks == 3)
             assert await run("--registry", address) == 0
             lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+            assert lines[0] == ["RANK", "INCARNATION", "RANKS", "ADDRESS", "BACKEND"]
             assert [line[0] for line in lines] == ["RANK", "another/0", "prefill/0", "prefill/1"]
             assert lines[1][1:] == [f"{rank.me.incarnation:016x}", "1", rank.endpoint, "memory"]
             assert await run("--registry", address, "--json") == 0

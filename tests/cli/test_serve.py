@@ -1,6 +1,7 @@
 """Servers as child processes, and the command that starts them, without an engine."""
 
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -10,6 +11,7 @@ import aiohttp
 import anyio
 import pytest
 
+import kvflow
 from kvflow.cli.main import main
 from kvflow.cli.serve.command import deployed
 from kvflow.cli.serve.server import Server, ServerFailed
@@ -177,3 +179,10 @@ def test_a_pair_shares_the_cpus_and_nothing_else(tmp_path: Path) -> None:
 def test_command_says_what_is_wrong(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "vllm", "m", *words]) == 2
     assert capsys.readouterr().err.startswith(f"kvflow serve: {said} (")
+
+
+def test_vllm_is_installed_in_the_version_that_the_connector_supports(capsys: pytest.CaptureFixture[str]) -> None:
+    connector = Path(kvflow.__path__[0], "engines/vllm/connector.py").read_text()  # which only vLLM can import
+    (supported,) = re.findall(r'SUPPORTED: Final = "(.*)"', connector)
+    assert main(["serve", "vllm", "m"]) == 2
+    assert re.search(rf"install='pip install vllm=={re.escape(supported)}\.\d+'", capsys.readouterr().err)

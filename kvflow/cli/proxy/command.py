@@ -29,7 +29,10 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
     check_installed("aiohttp")
     for side in ("prefill", "decode"):
-        for url in getattr(arguments, side) or [""]:
+        urls = getattr(arguments, side)
+        if not urls:
+            raise ConfigError(f"--{side} is missing: name at least one {side} server, such as --{side} http://a:1")
+        for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError("option must be a server's URL, such as http://a:1", option=f"--{side}", value=url)
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing

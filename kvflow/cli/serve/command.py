@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from kvflow.cli.options import check_installed
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvflow.cli.serve.server import Server
 
 __all__ = ["add_arguments", "prepare"]
+
+VLLM: Final = "vllm==0.32.0"
+"""What the connector supports, see docs/vllm.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +59,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         raise ConfigError("port is out of range", option="--port", value=arguments.port)
     extra = _extra_config(arguments.extra_config)
     words = _words(arguments.engine_arguments)
-    check_installed("vllm", "aiohttp")
+    check_installed(VLLM, "aiohttp")
     logs = _directory(arguments.logs)
     model = str(prepare_smollm2()) if arguments.model == "smollm2" else arguments.model
     is_cpu = bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
