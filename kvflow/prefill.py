@@ -376,8 +376,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         try:
             self._listener.send(connection, encode(message))
         except Unreachable as error:
+            peer = self._core.peers.last_at(connection)
             self._dispatch(ev.ReplyLost(connection))
-            self._anomalies.count("message_lost", stage=Stage.BOOTSTRAP.value, detail=str(error))
+            self._anomalies.count("message_lost", peer, detail=str(error))
 
     @override
     def _say_goodbye(self, failure: Failure) -> None:

@@ -226,7 +226,7 @@ class PeerConnections:
         try:
             connection.send(encode(message))
         except Unreachable as error:
-            self._context.anomalies.count("message_lost", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
+            self._context.anomalies.count("message_lost", peer, detail=str(error))
 
     def send_ack(self, peer: PeerId, message: Message) -> None:
         """Send an Ack on the next turn of the event loop, after the engine has handled the success."""

@@ -273,7 +273,7 @@ async def test_11_decode_has_no_connector(scene: Scene) -> None:
             await catch(deployment.request(1, 8).send)
             await scene.look()
     metric = UNREACHABLE.replace("unreachable", "not_granted").replace("decode", "prefill")
-    said = "not every decode rank asked for the pages within 0.1 s"
+    said = "no decode rank asked for the room within 0.1 s"
     scene.check(doctor="decode did not ask for in time", status="prefill/0", log=said, metrics=metric)
 
 

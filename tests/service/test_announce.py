@@ -26,6 +26,7 @@ from kvflow.errors import (
     RankDraining,
     TransferFailed,
 )
+from tests.observe.lines import printed
 from tests.support.decode_process import DecodeOptions
 from tests.support.failures import catch
 from tests.support.instances import BACKENDS, Deployment, decode_config, deploy, make_pool, prefill_config
@@ -305,27 +306,35 @@ def test_misuse_by_a_scheduler_is_told_at_once() -> None:
 @pytest.mark.timeout(60)
 async def test_another_process_may_take_longer_than_prefill_would_wait_and_not_if_it_is_killed() -> None:
     source = make_pool()
-    async with (
-        kvflow.Registry() as registry,
-        kvflow.PrefillRank(prefill_config(registry.endpoint, backend="nixl", timeouts=SHORT), source.layout) as prefill,
-        open_tasks() as tasks,
-        ChildProcess("decode", "tests.support.decode_process", DecodeOptions(registry.endpoint), tasks) as decode,
-    ):
-        await decode.expect("ready")
-        for room in (1, 2):
-            await decode.tell("announce", room=room)
-            await until(lambda: prefill.statistics().announced == 1)
-            sender = prefill.send(room)
-            if room == 1:
-                async with sender:
+    with printed() as lines:
+        async with (
+            kvflow.Registry() as registry,
+            kvflow.PrefillRank(
+                prefill_config(registry.endpoint, backend="nixl", timeouts=SHORT), source.layout
+            ) as prefill,
+            open_tasks() as tasks,
+            ChildProcess("decode", "tests.support.decode_process", DecodeOptions(registry.endpoint), tasks) as decode,
+        ):
+            await decode.expect("ready")
+            for room in (1, 2):
+                await decode.tell("announce", room=room)
+                await until(lambda: prefill.statistics().announced == 1)
+                sender = prefill.send(room)
+                if room == 1:
+                    async with sender:
+                        await sender.finish(TOKENS, PAGES)
+                        await anyio.sleep(PAST_S)
+                        await decode.tell("grant")
+                        await sender.delivered()
+                    await decode.expect("received", room)
+                else:
+                    sender._open_room()
                     await sender.finish(TOKENS, PAGES)
-                    await anyio.sleep(PAST_S)
-                    await decode.tell("grant")
-                    await sender.delivered()
-                await decode.expect("received", room)
-            else:
-                sender._open_room()
-                await sender.finish(TOKENS, PAGES)
-                decode.send_signal(signal.SIGKILL)
-                assert (await catch(sender.delivered)).reason is FailureReason.PEER_LOST
-                assert sender.memory is Memory.SAFE
+                    decode.send_signal(signal.SIGKILL)
+                    assert (await catch(sender.delivered)).reason is FailureReason.PEER_LOST
+                    assert sender.memory is Memory.SAFE
+    lost = lines.named("message_lost")
+    assert lost
+    for line in lost:
+        assert str(line["peer"]).startswith("decode/0@")
+        assert "stage" not in line

@@ -146,6 +146,7 @@ class DecodePeers:
         self._checking_at: dict[bytes, PeerId] = {}
         self._disconnected: OrderedDict[RankId, _Disconnected] = OrderedDict()
         self._over: OrderedDict[PeerId, str] = OrderedDict()
+        self._former_at: OrderedDict[bytes, PeerId] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -247,6 +248,10 @@ class DecodePeers:
         if connected is not None:
             return connected
         return self._checking_at.get(connection)
+
+    def last_at(self, connection: bytes) -> PeerId | None:
+        """Return the decode rank that a message over a connection is for, even if it was disconnected meanwhile."""
+        return self.claimant(connection) or self._former_at.get(connection)
 
     def is_remembered(self, connection: bytes, peer: PeerId) -> bool:
         """Return whether a decode rank has sent a Hello over a connection without being connected over it.
@@ -358,6 +363,9 @@ class DecodePeers:
         self._weigh(peer)
         known.liveness.left()
         self._by_connection.pop(known.connection, None)
+        self._former_at[known.connection] = peer
+        if len(self._former_at) > MAX_DISCONNECTED:
+            self._former_at.popitem(last=False)
         former = self._disconnected.get(peer.rank)
         if known.was_heard or former is None or former.peer == peer:
             self._disconnected[peer.rank] = _Disconnected(peer, known.connection, known.floor, failure)

@@ -76,6 +76,10 @@ class Room:
         """Number of decode ranks that have granted or announced."""
         return len(self.deliveries) + len(self.announced)
 
+    def told_asked(self) -> str:
+        """Return how many decode ranks have asked, in words, such as "1 of 2 decode ranks"."""
+        return f"{self.num_asked} of {self._num_decode_ranks} decode ranks" if self.num_asked else "no decode rank"
+
     def pages(self) -> dict[str, bytes]:
         """Return the distinct pages of its chunks by component, encoded as `WIRE_PAGES`."""
         tables: dict[str, list[NDArray[np.uint32]]] = {}

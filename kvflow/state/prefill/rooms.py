@@ -242,8 +242,9 @@ class Rooms:
         if late_s > self._timeouts.lease_s:
             self._timers.set(RoomUngranted(number), now + min(late_s, grant_s))
             return []
-        detail = f"not every decode rank asked for the pages within {grant_s} s"
-        return self.fail(self._known(number), self._error(FailureReason.NOT_GRANTED, detail), now)
+        room = self._known(number)
+        detail = f"{room.told_asked()} asked for the room within {grant_s} s"
+        return self.fail(room, self._error(FailureReason.NOT_GRANTED, detail), now)
 
     # Rooms -----------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,9 @@ def test_a_room_waits_for_all_who_have_announced_and_not_for_who_has_not(core: P
     if others == "nobody":
         assert reports(effects) == FAILED
         assert refusals(effects) == [(DECODE, 1, FailureReason.NOT_GRANTED)]
+        found = failure(effects)
+        assert found is not None
+        assert found.detail == f"1 of 2 decode ranks asked for the room within {GRANT_S} s"
     else:
         assert reports(effects) == []
 
