@@ -21,6 +21,7 @@ from kvflow.admin.client import ask, find_sockets
 from kvflow.admin.incident_files import ENDING
 from kvflow.admin.messages import IncidentAnswer, IncidentRequest
 from kvflow.cli import main as cli
+from kvflow.cli.incident.sides import read_sides
 from kvflow.cli.main import main
 from kvflow.config import Timeouts
 from kvflow.state import events as ev
@@ -140,6 +141,32 @@ async def stage_crossing(directory: Path) -> None:
         await ask_now(directory)
 
 
+async def stage_open_rooms(directory: Path) -> None:
+    """Ask for files while rooms wait for one side or the other, for tokens, and for a write."""
+    async with deploy(**for_both(directory, admin=directory)) as deployment:
+        (faults,), (prefill,) = deployment.faults, deployment.prefill
+        await deployment.request(2, 8).hand_over()
+        requests = {room: deployment.request(room, 8) for room in (1, 3, 4, 5)}
+        senders = {room: prefill.send(room) for room in (1, 4, 5)}
+        receivers = {room: requests[room].receiver() for room in (3, 4, 5)}
+        for opened in (*senders.values(), *receivers.values()):
+            opened._open_room()
+        await senders[1].finish((0, 8), requests[1].src_pages(0, (0, 8)))
+        await senders[4].chunk((0, 4), requests[4].src_pages(0, (0, 4)))
+        box = deployment.decode[0]._incidents._box
+        assert box is not None
+        await until(lambda: b"".join(box.kept().batches).count(b"NoticeDelivered") == 2)
+        await until(lambda: not prefill.statistics().posted)
+        faults.hold()
+        await senders[5].finish((0, 8), requests[5].src_pages(0, (0, 8)))
+        await until(lambda: prefill.statistics().posted and prefill.statistics().waiting_grants == 1)
+        await ask_now(directory)
+        for receiver in receivers.values():
+            receiver.abort()
+        senders[1].abort()
+        faults.release()
+
+
 WRONG: Final[dict[Stage, tuple[str, ...]]] = {
     stage_corruption: (
         r"first: .* decode/0: what has arrived is not what was sent: prefill/0: tokens 0:8 of component kv",
@@ -147,7 +174,7 @@ WRONG: Final[dict[Stage, tuple[str, ...]]] = {
     ),
     stage_killed_peer: (
         r"first: .* decode/0: the (connection to|process of) prefill/0@\w+ (was lost|has ended)",
-        r"ended: prefill/0: not reported yet",
+        r"still open: prefill/0: ",
         r"the process of prefill/0|probe_finished",
     ),
     stage_partition: (
@@ -257,6 +284,45 @@ def test_the_time_line_can_be_looked_at(directories: Directories, tmp_path: Path
     assert all(sent[number]["ts"] <= heard[number]["ts"] for number in sent)
     assert [item["name"] for item in items if item["ph"] == "b"] == ["room 1", "write 0", "room 1"]
     assert any("deadline: not complete within 2.0 s" in item["name"] for item in items)
+
+
+# While rooms are open ----------------------------------------------------------------------------------------------
+
+
+def first_files(directory: Path) -> list[str]:
+    """Return the files that were asked for; closing ranks may write others."""
+    return [str(path) for path in sorted(directory.glob(f"*-0001{ENDING}"))]
+
+
+def test_open_rooms_are_told_and_what_they_wait_for(directories: Directories, capsys: Capture) -> None:
+    assert main(["incident", *first_files(directories[stage_open_rooms])]) == 0
+    rooms = dict(re.findall(r"^room (\d+)\n(.*?)\n\n", capsys.readouterr().out, re.MULTILINE | re.DOTALL))
+    assert set(rooms) == {"1", "3", "4", "5"}
+    assert (
+        "still open: prefill/0: no decode rank has asked for it\n  ended: decode/0: nothing is recorded" in rooms["1"]
+    )
+    assert re.search(r"prefill/0: decode has asked for it at \S+, and prefill's engine has not opened it", rooms["3"])
+    assert re.search(r"decode/0: nothing has arrived from prefill rank 0, which was asked at \d", rooms["3"])
+    assert re.search(
+        r"still open: prefill/0: prefill's engine has offered tokens up to 4, at \S+, and none", rooms["4"]
+    )
+    assert re.search(r"still open: decode/0: nothing has arrived since ", rooms["4"])
+    assert re.search(r"still open: prefill/0: writes that have not ended: 1, the last one from ", rooms["5"])
+    assert not any("first:" in text for text in rooms.values())
+
+
+def test_a_room_that_is_in_no_file_is_an_error_that_names_those_that_are(
+    directories: Directories, capsys: Capture
+) -> None:
+    assert main(["incident", *first_files(directories[stage_open_rooms]), "--room", "1", "--room", "77"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(r"kvflow incident: the files do not have this room \(room='77', rooms='2, .*\)\n", said.err)
+
+
+def test_a_file_lasts_until_it_was_asked_for(directories: Directories) -> None:
+    for side in read_sides(list(map(Path, first_files(directories[stage_open_rooms])))):
+        assert side.span[1] >= side.causes[-1].at > side.moments[0].now
 
 
 # Without the beginning ---------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ POLL_S: Final = 0.05
 MAX_ROOMS: Final = 8
 """Maximum number of rooms that are told without being asked for."""
 
+MAX_LISTED: Final = 32
+"""Maximum number of rooms that are listed by name."""
+
 MAX_CHARACTERS: Final = 400
 """Maximum length of a displayed event or effect; page tables can be long."""
 
@@ -112,11 +115,23 @@ def _write_outputs(
 
 
 def _choose_rooms(sides: "Sequence[Side]", story: "Story", asked: Sequence[str] | None) -> list[RoomId]:
-    """Return the rooms that were asked for, or those for which files were written, or else those that went wrong."""
+    """Return the rooms that were asked for, or those for which files were written, open ones, or those that went wrong.
+
+    Raises:
+        ConfigError: The files do not have a room that was asked for.
+    """
     known = {room: None for line in story.lines for room in line.rooms}
     if asked:
-        return [room for room in known if str(room) in asked]
-    found: list[RoomId] = [cause.room for side in sides for cause in side.causes if cause.room is not None]
+        names = {str(room): room for room in known}
+        for name in asked:
+            if name not in names:
+                listed = ", ".join([*names][:MAX_LISTED]) + ("" if len(names) <= MAX_LISTED else ", ...")
+                raise ConfigError("the files do not have this room", room=name, rooms=listed, num_rooms=len(names))
+        return [names[name] for name in dict.fromkeys(asked)]
+    causes = [cause for side in sides for cause in side.causes]
+    found: list[RoomId] = [cause.room for cause in causes if cause.room is not None]
+    if not found or any(cause.room is None for cause in causes):  # somebody has asked, perhaps because a room hangs
+        found += [room for room, _ in story.open]
     found = found or [room for room in known if story.first_wrong(room) is not None]
     return list(dict.fromkeys(found))[:MAX_ROOMS]
 
@@ -139,9 +154,9 @@ def _told_room(story: "Story", sides: "Sequence[Side]", room: RoomId, origin: fl
 
 
 def _verdict(story: "Story", sides: "Sequence[Side]", room: RoomId, origin: float) -> list[str]:
-    """Return what went wrong first, which message did not arrive, which proof is missing, and how it ended."""
+    """Return how it ended or what it waits for, what went wrong first, and which message and which proof is missing."""
     wrong, lost = story.first_wrong(room), story.lost_of(room)
-    lines = [f"  ended: {side.name}: {story.end_of(room, side)}" for side in sides]
+    lines = [_state(story, side, room, origin) for side in sides]
     for pair in [lost] if lost else []:
         at = _at_on_line(story, pair.sender, pair.sent_at) - origin
         lines.append(
@@ -152,13 +167,21 @@ def _verdict(story: "Story", sides: "Sequence[Side]", room: RoomId, origin: floa
         lines.append(f"  under way: the write of {pair.sender.name} to {pair.receiver.name} from {at:.6f}")
     if wrong is not None:
         lines.append(f"  first: {wrong.at - origin:.6f} {wrong.side.name}: {wrong.wrong}")
-    elif lost is None:
+    elif lost is None and not any((room, side.me) in story.open for side in sides):
         lines.append("  first: nothing that is recorded here")
     missing = [
         (side.name, text) for side in sides for cause in side.causes if cause.room == room for text in cause.missing
     ]
     lines += [f"  missing proof: {name}: {text}" for name, text in dict.fromkeys(missing)]
     return lines
+
+
+def _state(story: "Story", side: "Side", room: RoomId, origin: float) -> str:
+    from kvflow.cli.incident.waits import describe_wait  # noqa: PLC0415 - as above
+
+    if (lines := story.open.get((room, side.me))) is not None:
+        return f"  still open: {side.name}: {describe_wait(lines, origin)}"
+    return f"  ended: {side.name}: {story.end_of(room, side)}"
 
 
 def _at_on_line(story: "Story", side: "Side", at: float) -> float:

@@ -1,5 +1,6 @@
 """The recordings of an incident: one side for each rank, and what they have said to each other."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,8 +92,10 @@ class Side:
 
     @property
     def span(self) -> tuple[float, float]:
-        """When the first and the last event happened."""
-        return (self.moments[0].now, self.moments[-1].now) if self.moments else (0.0, 0.0)
+        """When the first event happened, and until when nothing is missing: the last event, or why it was written."""
+        if not self.moments:
+            return (0.0, 0.0)
+        return (self.moments[0].now, max(self.moments[-1].now, *(cause.at for cause in self.causes), -math.inf))
 
     def rooms_of(self, moment: Moment) -> set[RoomId]:
         """Return the rooms that an event, or its effects, are about."""

@@ -1,5 +1,6 @@
-"""What happened, in one time line, and what went wrong first."""
+"""What happened, in one time line, what went wrong first, and which rooms are still open."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -9,7 +10,7 @@ from kvflow.observe.trace import describe
 from kvflow.room import RoomId
 from kvflow.state import events as ev
 from kvflow.state.replay import Moment
-from kvflow.wire.messages import Failure, Goodbye, PeerId
+from kvflow.wire.messages import Announce, Failure, Goodbye, Grant, PeerId
 
 __all__ = ["Line", "Story", "tell_story"]
 
@@ -68,18 +69,25 @@ class Line(NamedTuple):
 
 
 class Story(NamedTuple):
-    """All events in order, and what was sent; `lost` did not arrive, although the other side was there."""
+    """All events in order, and what was sent.
+
+    Attributes:
+        lost: What did not arrive, although the other side was there.
+        open: The events of each room that has not ended, by room and side, in the order in which they began.
+    """
 
     lines: Sequence[Line]
     pairs: Sequence[Pair]
     lost: Sequence[Pair]
+    open: Mapping[tuple[RoomId, PeerId], Sequence[Line]]
 
     def lines_of(self, room: RoomId) -> list[Line]:
         """Return the events about a room, and those about peers and ranks while it was open."""
         times = [line.at for line in self.lines if room in line.rooms]
         if not times:
             return []
-        first, last = min(times), max(times)
+        is_open = any(room == one for one, _ in self.open)
+        first, last = min(times), math.inf if is_open else max(times)
         return [
             line
             for line in self.lines
@@ -105,7 +113,8 @@ class Story(NamedTuple):
                 for name, fields in reversed(line.moment.effects):
                     if name in ("ReportSender", "ReportReceiver") and fields["room"] == room:
                         return _told_report(fields)
-        return "not reported yet"
+        is_known = any(line.side is side and room in line.rooms for line in self.lines)
+        return "not reported yet" if is_known else "nothing is recorded of it"
 
 
 def tell_story(sides: Sequence[Side], pairs: Sequence[Pair], offsets: dict[PeerId, Offset]) -> Story:
@@ -130,9 +139,41 @@ def tell_story(sides: Sequence[Side], pairs: Sequence[Pair], offsets: dict[PeerI
         and _is_covered(pair, offsets[pair.sender.me], offsets[pair.receiver.me])
     ]
     at = {side.me: offsets[side.me].shift_s for side in sides}
-    return Story(
-        sorted(lines, key=lambda line: line.at), pairs, sorted(lost, key=lambda pair: pair.sent_at - at[pair.sender.me])
-    )
+    lines.sort(key=lambda line: line.at)
+    return Story(lines, pairs, sorted(lost, key=lambda pair: pair.sent_at - at[pair.sender.me]), _find_open(lines))
+
+
+def _find_open(lines: Iterable[Line]) -> dict[tuple[RoomId, PeerId], list[Line]]:
+    """Return the events of each room that has begun and not ended; on prefill, it may only have been asked for."""
+    found: dict[tuple[RoomId, PeerId], list[Line]] = {}
+    opened: set[tuple[RoomId, PeerId]] = set()
+    for line in lines:
+        event = line.moment.event
+        is_opening = isinstance(event, ev.SendOpened | ev.ReceiveOpened) and not line.moment.error
+        is_asking = isinstance(event, ev.MessageArrived) and isinstance(event.message, Announce | Grant)
+        for room in line.rooms:
+            key = (room, line.side.me)
+            if is_opening:
+                opened.add(key)
+            if key in found:
+                found[key].append(line)
+            elif is_opening or is_asking:
+                found[key] = [line]
+            if _ends(line.moment.effects, room, was_opened=key in opened):
+                opened.discard(key)
+                found.pop(key, None)
+    return found
+
+
+def _ends(effects: Iterable[tuple[str, Any]], room: RoomId, *, was_opened: bool) -> bool:
+    """Return whether effects end a room: they report an outcome or, if it was only asked for, refuse it."""
+    for name, fields in effects:
+        if name in ("ReportSender", "ReportReceiver") and fields["room"] == room and fields["outcome"] != "pending":
+            return True
+        message = fields["message"] if name == "Reply" and not was_opened else {}
+        if message.get("type") in ("failed", "drained") and message["room"] == room:
+            return True
+    return False
 
 
 def _is_about_peer(event: object) -> bool:
