@@ -1,10 +1,11 @@
-"""Finds out why no connection to a listener is made, by connecting to it once more and reading its ZMTP greeting.
+"""Finds out why no connection to a listener is made, by connecting once more and reading what it answers.
 
 libzmq says that an attempt has failed, but not why: its events have no error number, and it treats a program that
 speaks something else like one with other keys.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from kvflow.addresses import split_address
@@ -25,6 +26,11 @@ MECHANISM: Final = slice(12, 32)
 OPENING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 """The first part of a greeting (RFC 37), which libzmq answers with its whole. It answers a mechanism that it does not
 like with nothing."""
+
+HTTP_REQUEST: Final = b"GET / HTTP/1.0\r\n\r\n"
+"""For a listener that says nothing to `OPENING`, as HTTP servers do that wait for the end of a line."""
+
+HTTP: Final = b"HTTP/"
 
 NULL: Final = b"NULL"
 CURVE: Final = b"CURVE"
@@ -48,8 +54,7 @@ async def diagnose(endpoint: str, *, is_encrypted: bool) -> Diagnosis:
     """Return why a connection to a listener is not made by this process, which uses keys or not."""
     host, port = split_address("endpoint", endpoint)
     try:
-        async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+        got = await _ask(host, port, OPENING)
     except TimeoutError:
         return Diagnosis(f"no answer to a TCP connection within {CONNECT_S:g} s: the host is down, or drops it")
     except ConnectionRefusedError:
@@ -57,9 +62,19 @@ async def diagnose(endpoint: str, *, is_encrypted: bool) -> Diagnosis:
     except (OSError, UnicodeError) as error:
         shortage = _shortage(error)
         return Diagnosis(shortage or f"no TCP connection: {error}", is_short=bool(shortage))
+    if not got:
+        with suppress(OSError):  # TimeoutError, too
+            got = await _ask(host, port, HTTP_REQUEST)
+    return _judge(got, is_encrypted=is_encrypted)
+
+
+async def _ask(host: str, port: int, request: bytes) -> bytes:
+    """Connect, send something, and return the beginning of the answer; raise OSError if no connection is made."""
+    async with asyncio.timeout(CONNECT_S):
+        reader, writer = await asyncio.open_connection(host, port)
     try:
-        writer.write(OPENING)
-        return _judge(await _read(reader), is_encrypted=is_encrypted)
+        writer.write(request)
+        return await _read(reader)
     finally:
         writer.transport.abort()
 
@@ -79,6 +94,8 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 def _judge(got: bytes, *, is_encrypted: bool) -> Diagnosis:
     if not got:
         return Diagnosis("it accepts TCP connections, but says nothing: another program, or a process that is stopped")
+    if got.startswith(HTTP):
+        return Diagnosis(f"it is an HTTP server, which does not speak ZMTP: it answers {got[:MAX_SHOWN]!r}")
     if got[0] != 0xFF or len(got) < SIGNATURE_BYTES or not got[SIGNATURE_BYTES - 1] & 1:
         return Diagnosis(f"it is another program, which does not speak ZMTP: it answers {got[:MAX_SHOWN]!r}")
     mechanism = got[MECHANISM].rstrip(b"\0")

@@ -36,7 +36,7 @@ from kvflow.control.sockets import (
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.gate.connections import MAX_WAITING_BYTES
-from kvflow.ports import OnObstacle, OnRefused, ignore
+from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
 
@@ -90,14 +90,14 @@ class _Callbacks(NamedTuple):
         on_made: Called when the connection is established.
         on_failed: Called with the reason when a handshake has failed.
         on_broken: Called when an established connection has broken and all received messages have been handled.
-        on_refused: Called with the reason when the line itself closes the connection.
+        on_dropped: Called with the kind and the reason when the line closes the connection, or drops a message.
     """
 
     on_message: Callable[[Sequence[bytes]], None]
     on_made: Callable[[], None]
     on_failed: Callable[[_Failure], None]
     on_broken: Callable[[], None]
-    on_refused: OnRefused
+    on_dropped: OnKindRefused
 
 
 class _DialedSocket:
@@ -125,7 +125,7 @@ class _DialedSocket:
         self._failure = _Failure.MISFIT
         _, port = split_address("endpoint", endpoint)
         self._tcp = Tcp(zmq_socket, port, is_encrypted=is_encrypted)
-        self._intake = Intake(zmq_socket, self._tcp, lambda _kind, detail: callbacks.on_refused(detail))
+        self._intake = Intake(zmq_socket, self._tcp, callbacks.on_dropped)
         self._inbox = Inbox(zmq_socket, callbacks.on_message, self._tell_if_broken, self._receive)
         self._events = Inbox(monitor, self._take_event)
         try:
@@ -222,7 +222,7 @@ class ZmqConnection:
             self._made,
             self._failed,
             self._broken,
-            lambda why: on_refused(f"connection was dropped: {why}"),
+            self._dropped,
         )
         self._keys = keys
         self._server = ""
@@ -307,6 +307,21 @@ class ZmqConnection:
         self._diagnose_later(DIAGNOSE_AFTER_S)
         self._redial_later(RECONNECT_MS)
         self._on_lost()
+
+    def _dropped(self, kind: str, why: str) -> None:
+        if kind == "message_rejected":
+            self._loop.call_soon(self._mistaken)  # the line is still reading
+        else:
+            self._on_refused(f"connection was dropped: {why}")
+
+    def _mistaken(self) -> None:
+        """Find out what answers there: libzmq takes the answer of an HTTP server for a message of an old ZMTP."""
+        if self._is_closed:
+            return
+        if self._line is not None:
+            self._broken()
+        self._diagnose_later(0.0)
+        self._redial_later(RECONNECT_MAX_MS)
 
     # Obstacles -------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ MENDS: Final = {
     "requires a key": "kvflow doctor ADDRESS --keys DIRECTORY; kvflow keys new DIRECTORY",
     "has no keys": "start the peer with keys, or leave out --keys",
     "says nothing": "ss -ltnp 'sport = :{port}' on that host; if its process is stopped: kill -CONT PID",
+    "HTTP server": "use the port of the rank, which its log line `rank_opened` has, not that of the engine's API",
     "another program": "ss -ltnp 'sport = :{port}' on that host; correct the port",
     "": "kvflow keys trust DIRECTORY PUBLIC-KEY INSTANCE on the other host; kvflow keys show DIRECTORY here",
 }

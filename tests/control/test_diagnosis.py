@@ -13,6 +13,7 @@ from kvflow.control import diagnosis
 from kvflow.control.channel import ZmqControl
 from kvflow.control.diagnosis import diagnose
 from kvflow.trust import PLAIN, Trust
+from tests.support.http_servers import HTTP_SERVERS
 from tests.support.ports import unused_port
 from tests.support.trusts import new_trust
 from tests.support.waiting import until
@@ -88,7 +89,24 @@ async def test_a_program_speaks_another_protocol() -> None:
             await until(answer)
         for one in answered:
             one.close()
-    assert "another program, which does not speak ZMTP: it answers b'HTTP/1.1 400" in obstacles[0]
+    assert "an HTTP server, which does not speak ZMTP: it answers b'HTTP/1.1 400" in obstacles[0]
+
+
+@pytest.mark.parametrize("server", HTTP_SERVERS)
+async def test_a_connection_to_an_http_server_is_no_refusal(server: str) -> None:
+    refusals: list[str] = []
+    obstacles: list[str] = []
+    async with HTTP_SERVERS[server]() as address:
+        connection = ZmqControl().connect(
+            address,
+            lambda _: None,
+            lambda: None,
+            on_refused=refusals.append,
+            on_obstacle=lambda detail, _: obstacles.append(detail),
+        )
+        with closing(connection):
+            await until(lambda: any("it is an HTTP server" in detail for detail in obstacles))
+    assert not refusals
 
 
 @pytest.mark.parametrize("listener_has_keys", [True, False])

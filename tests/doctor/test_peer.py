@@ -24,6 +24,7 @@ from kvflow.geometry.layout import KVLayout
 from kvflow.hosts import default_host, host_towards
 from kvflow.keys import add_peer, make_keys
 from tests.doctor.test_report import make_private
+from tests.support.http_servers import HTTP_SERVERS
 from tests.support.instances import QUICK, decode_config, deploy, make_pool, prefill_config
 from tests.support.ports import unused_port
 from tests.support.prefill_client import prefill_process
@@ -117,7 +118,7 @@ async def test_name_that_does_not_resolve_is_found() -> None:
 async def test_another_program_is_found() -> None:
     async def serve(stream: anyio.abc.SocketStream) -> None:
         async with stream:
-            await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(64))
+            await stream.send(b"SSH-2.0-OpenSSH_9.2\r\n".ljust(64))
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, serve)
@@ -125,6 +126,14 @@ async def test_another_program_is_found() -> None:
         found = await findings_of(f"tcp://127.0.0.1:{port}", timeout_s=0.5)
         tasks.cancel_scope.cancel()
     assert mended(found["greeting and key"], "fail", "it is another program", f"sport = :{port}")
+
+
+@pytest.mark.parametrize("server", HTTP_SERVERS)
+async def test_http_server_is_found(server: str) -> None:
+    async with HTTP_SERVERS[server]() as address:
+        found = (await findings_of(address, timeout_s=0.5))["greeting and key"]
+    assert mended(found, "fail", "it is an HTTP server", "use the port of the rank")
+    assert "keys" not in found[0].mend
 
 
 async def test_stopped_peer_is_found() -> None:

@@ -142,7 +142,7 @@ async def test_2_nobody_listens(scene: Scene) -> None:
     scene.check(doctor=said, status="decode/0", log=said, metrics=UNREACHABLE)
 
 
-async def test_2b_another_program_listens(scene: Scene) -> None:
+async def test_2b_an_http_server_listens(scene: Scene) -> None:
     async def serve(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await stream.send(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(64))
@@ -155,7 +155,7 @@ async def test_2b_another_program_listens(scene: Scene) -> None:
             await ask(decode, kvflow.Endpoint.parse(scene.target))
             await scene.look()
         tasks.cancel_scope.cancel()
-    said = "it is another program"
+    said = "it is an HTTP server"
     scene.check(doctor=said, status="decode/0", log=said, metrics=UNREACHABLE)
 
 
