@@ -3,7 +3,10 @@
 docs/sglang.md lists the SGLang tests that each of them covers.
 """
 
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +49,14 @@ def test_success_outlives_the_request(pair: Deployment) -> None:
     seconds, num_bytes = pair.prefill.tell("ask", what="metric", room=room)
     assert 0 < seconds < 20
     assert num_bytes == 5 * PAGE_BYTES
+
+
+def test_ranks_in_schedulers_answer(pair: Deployment) -> None:
+    command = [sys.executable, "-m", "kvflow.cli", "status", "--json"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    ranks = [json.loads(line) for line in asked.stdout.splitlines()]
+    assert {rank["role"] for rank in ranks} == {"prefill", "decode"}
+    assert all(rank["health"]["transfer"] == "ok" for rank in ranks), ranks
 
 
 def test_room_of_a_request_that_is_sent_again(pair: Deployment) -> None:
