@@ -21,12 +21,14 @@ from kvflow.admin.client import ask, find_sockets
 from kvflow.admin.incident_files import ENDING
 from kvflow.admin.messages import IncidentAnswer, IncidentRequest
 from kvflow.cli import main as cli
+from kvflow.cli.incident import command
 from kvflow.cli.incident.sides import read_sides
 from kvflow.cli.main import main
 from kvflow.config import Timeouts
 from kvflow.state import events as ev
 from kvflow.state import recorder
-from kvflow.state.recorder import encode, frame
+from kvflow.state.part_replay import room_of
+from kvflow.state.recorder import LENGTH_BYTES, Entry, encode, frame
 from kvflow.state.replay import read_recording
 from simulation.scenario import play
 from simulation.script import ScenarioError
@@ -309,6 +311,35 @@ def test_open_rooms_are_told_and_what_they_wait_for(directories: Directories, ca
     assert re.search(r"still open: decode/0: nothing has arrived since ", rooms["4"])
     assert re.search(r"still open: prefill/0: writes that have not ended: 1, the last one from ", rooms["5"])
     assert not any("first:" in text for text in rooms.values())
+
+
+def test_more_open_rooms_than_are_shown_are_listed(
+    directories: Directories, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "MAX_ROOMS", 2)
+    monkeypatch.setattr(command, "MAX_LISTED", 1)
+    assert main(["incident", *first_files(directories[stage_open_rooms])]) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^room ", text, re.MULTILINE)) == 2
+    assert re.search(r"^further rooms, shown with --room: \d, and 1 more$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nothing_is_said_of_what_happened_before_a_file(
+    role: str, directories: Directories, tmp_path: Path, capsys: Capture
+) -> None:
+    """Begin the file when room 3 is asked for, on decode by a repetition: each side may have done more before."""
+    (path,) = directories[stage_open_rooms].glob(f"{role}-*-0001{ENDING}")
+    recording = read_recording(BytesIO(path.read_bytes()))
+    _, *entries = frames(path.read_bytes())
+    first = next(number for number, moment in enumerate(recording.moments) if room_of(moment.event) == 3)
+    if role == "decode":
+        opened = msgspec.msgpack.decode(entries[first][LENGTH_BYTES:], type=Entry)
+        repeated = msgspec.structs.replace(opened, kind="TimePassed", event=msgspec.Raw(encode(ev.TimePassed())))
+        entries[first] = frame(encode(repeated))
+    header = msgspec.structs.replace(recording.header, first=first, lasting=None)
+    (tmp_path / path.name).write_bytes(b"".join([frame(encode(header)), *entries[first:]]))
+    assert f"still open: {role}/0: its beginning is missing; the last event was at " in told(tmp_path, capsys)
 
 
 def test_a_room_that_is_in_no_file_is_an_error_that_names_those_that_are(

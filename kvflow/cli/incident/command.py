@@ -84,7 +84,8 @@ def _tell(arguments: argparse.Namespace) -> int:
     pairs = pair_messages(sides)
     offsets = align_clocks(sides, pairs)
     story = tell_story(sides, pairs, offsets)
-    rooms = _choose_rooms(sides, story, arguments.room)
+    chosen = _choose_rooms(sides, story, arguments.room)
+    rooms = chosen if arguments.room else chosen[:MAX_ROOMS]
     origin = min((line.at for room in rooms for line in story.lines_of(room)), default=0.0)
     for side in sides:
         print(_head(side))
@@ -92,6 +93,8 @@ def _tell(arguments: argparse.Namespace) -> int:
     for room in rooms:
         print(f"\nroom {room}")
         print("\n".join(_told_room(story, sides, room, origin)))
+    if left_out := list(map(str, chosen[len(rooms) :])):
+        print(f"\nfurther rooms, shown with --room: {_listed_names(left_out)}")
     print()
     _write_outputs(arguments, story, sides, rooms, origin)
     return max([_replay(side) for side in sides], default=0)
@@ -125,15 +128,19 @@ def _choose_rooms(sides: "Sequence[Side]", story: "Story", asked: Sequence[str] 
         names = {str(room): room for room in known}
         for name in asked:
             if name not in names:
-                listed = ", ".join([*names][:MAX_LISTED]) + ("" if len(names) <= MAX_LISTED else ", ...")
-                raise ConfigError("the files do not have this room", room=name, rooms=listed, num_rooms=len(names))
+                raise ConfigError("the files do not have this room", room=name, rooms=_listed_names(list(names)))
         return [names[name] for name in dict.fromkeys(asked)]
     causes = [cause for side in sides for cause in side.causes]
     found: list[RoomId] = [cause.room for cause in causes if cause.room is not None]
     if not found or any(cause.room is None for cause in causes):  # somebody has asked, perhaps because a room hangs
         found += [room for room, _ in story.open]
     found = found or [room for room in known if story.first_wrong(room) is not None]
-    return list(dict.fromkeys(found))[:MAX_ROOMS]
+    return list(dict.fromkeys(found))
+
+
+def _listed_names(names: Sequence[str]) -> str:
+    more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def _head(side: "Side") -> str:

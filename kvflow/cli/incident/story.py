@@ -144,13 +144,13 @@ def tell_story(sides: Sequence[Side], pairs: Sequence[Pair], offsets: dict[PeerI
 
 
 def _find_open(lines: Iterable[Line]) -> dict[tuple[RoomId, PeerId], list[Line]]:
-    """Return the events of each room that has begun and not ended; on prefill, it may only have been asked for."""
+    """Return the events of each room that has begun and not ended, or that decode has asked for and not got."""
     found: dict[tuple[RoomId, PeerId], list[Line]] = {}
     opened: set[tuple[RoomId, PeerId]] = set()
     for line in lines:
         event = line.moment.event
         is_opening = isinstance(event, ev.SendOpened | ev.ReceiveOpened) and not line.moment.error
-        is_asking = isinstance(event, ev.MessageArrived) and isinstance(event.message, Announce | Grant)
+        is_asking = _is_asking(line.moment)
         for room in line.rooms:
             key = (room, line.side.me)
             if is_opening:
@@ -163,6 +163,14 @@ def _find_open(lines: Iterable[Line]) -> dict[tuple[RoomId, PeerId], list[Line]]
                 opened.discard(key)
                 found.pop(key, None)
     return found
+
+
+def _is_asking(moment: Moment) -> bool:
+    """Return whether decode asks for a room: once when it is opened, and again as long as nothing arrives."""
+    if isinstance(moment.event, ev.MessageArrived):
+        return isinstance(moment.event.message, Announce | Grant)
+    sent = [fields["message"]["type"] for name, fields in moment.effects if name == "SendMessage"]
+    return "grant" in sent or "announce" in sent
 
 
 def _ends(effects: Iterable[tuple[str, Any]], room: RoomId, *, was_opened: bool) -> bool:

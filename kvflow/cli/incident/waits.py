@@ -14,8 +14,12 @@ POSTS: Final = ("PostPiece", "PostPlan")
 
 def describe_wait(lines: Sequence[Line], origin: float) -> str:
     """Return what the events of an open room on one side show; times are relative to `origin`."""
-    is_prefill = lines[0].side.header.role == "prefill"
-    return (_describe_sending if is_prefill else _describe_receiving)(lines, origin)
+    side = lines[0].side
+    is_opened = any(isinstance(line.moment.event, ev.SendOpened | ev.ReceiveOpened) for line in lines)
+    if not is_opened and (side.header.first or side.has_gap):
+        last_at = lines[-1].at - origin
+        return f"its beginning is missing; the last event was at {last_at:.6f}"
+    return (_describe_sending if side.header.role == "prefill" else _describe_receiving)(lines, origin)
 
 
 def _describe_sending(lines: Sequence[Line], origin: float) -> str:
