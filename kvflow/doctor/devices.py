@@ -24,8 +24,8 @@ def rdma_devices(options: DoctorOptions) -> Iterator[Finding]:
             if "ACTIVE" in state:
                 yield ok(f"{device} port {port}: {state}, {rate}")
             else:
-                mend = f"ibstat {device}; ip link set dev INTERFACE up; or choose others with UCX_NET_DEVICES"
-                yield warn(f"{device} port {port} is not active ({state or 'state unknown'})", mend)
+                fix = f"ibstat {device}; ip link set dev INTERFACE up; or choose others with UCX_NET_DEVICES"
+                yield warn(f"{device} port {port} is not active ({state or 'state unknown'})", fix)
     yield _openable(options)
 
 
@@ -39,8 +39,8 @@ def has_active_rdma(options: DoctorOptions) -> bool:
 def _openable(options: DoctorOptions) -> Finding:
     verbs = [name for name in options.list_names("dev/infiniband") if name.startswith("uverbs")]
     if not verbs:
-        mend = "docker run --device=/dev/infiniband; modprobe ib_uverbs"
-        return fail("the host has RDMA devices, but there is no /dev/infiniband/uverbs* here: data goes over TCP", mend)
+        fix = "docker run --device=/dev/infiniband; modprobe ib_uverbs"
+        return fail("the host has RDMA devices, but there is no /dev/infiniband/uverbs* here: data goes over TCP", fix)
     closed = [name for name in verbs if not os.access(options.root / "dev/infiniband" / name, os.R_OK | os.W_OK)]
     if closed:
         return fail(f"this user may not open /dev/infiniband/{closed[0]}", f"chmod 666 /dev/infiniband/{closed[0]}")

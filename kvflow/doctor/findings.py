@@ -24,9 +24,9 @@ __all__ = [
     "warn",
 ]
 
-UNKNOWN: Final = "could not look"
+UNKNOWN: Final = "unknown"
 
-Status = Literal["ok", "warn", "fail", "could not look"]
+Status = Literal["ok", "warn", "fail", "unknown"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,22 +34,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         check: Name of the check.
-        status: "ok"; "warn" if transfers work, but may be slow or fail under load; "fail" if they do not work; "could
-            not look" if that is unknown.
+        status: "ok"; "warn" if transfers work, but may be slow or fail under load; "fail" if they do not work;
+            "unknown" if the check could not find out.
         cause: What was found, and what follows from it.
-        mend: Command or setting that mends it; empty if there is nothing to mend.
+        fix: Command or setting that fixes it; empty if there is nothing to fix.
     """
 
     check: str = ""
     status: Status
     cause: str
-    mend: str = ""
+    fix: str = ""
 
     @property
     def text(self) -> str:
         """The finding for people, in one line or two."""
         line = f"{self.status:<{len(UNKNOWN)}}  {self.check}: {self.cause}"
-        return f"{line}\n{'':<{len(UNKNOWN)}}  mend: {self.mend}" if self.mend else line
+        return f"{line}\n{'':<{len(UNKNOWN)}}  fix: {self.fix}" if self.fix else line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,23 +101,23 @@ def ok(cause: str) -> Finding:
     return Finding(status="ok", cause=cause)
 
 
-def warn(cause: str, mend: str) -> Finding:
+def warn(cause: str, fix: str) -> Finding:
     """Return that transfers work, but may be slow or fail under load."""
-    return Finding(status="warn", cause=cause, mend=mend)
+    return Finding(status="warn", cause=cause, fix=fix)
 
 
-def fail(cause: str, mend: str) -> Finding:
+def fail(cause: str, fix: str) -> Finding:
     """Return that transfers do not work."""
-    return Finding(status="fail", cause=cause, mend=mend)
+    return Finding(status="fail", cause=cause, fix=fix)
 
 
-def unknown(cause: str, mend: str = "") -> Finding:
-    """Return that the check could not look."""
-    return Finding(status=UNKNOWN, cause=cause, mend=mend)
+def unknown(cause: str, fix: str = "") -> Finding:
+    """Return that the check could not find out."""
+    return Finding(status=UNKNOWN, cause=cause, fix=fix)
 
 
 def run_checks(checks: Sequence[Check], options: DoctorOptions) -> list[Finding]:
-    """Run checks in order, and return their findings under their names. A check that raises could not look."""
+    """Run checks in order, and return their findings under their names. A check that raises is "unknown"."""
     return [found for check in checks for found in _run(check, options)]
 
 

@@ -38,20 +38,20 @@ def locked_memory(options: DoctorOptions) -> Finding:
     if limit.endswith("unlimited"):
         return ok(limit)
     if options.list_names("sys/class/infiniband"):
-        mend = "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity"
-        return fail(f"{limit} bytes: RDMA devices cannot register the KV cache", mend)
+        fix = "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity"
+        return fail(f"{limit} bytes: RDMA devices cannot register the KV cache", fix)
     return ok(f"{limit} bytes, which matters with RDMA devices only; there is none")
 
 
 def file_descriptors(_: DoctorOptions) -> Finding:
     """How many more files and connections this process may open; each peer takes several."""
-    left, limit, mend = num_descriptors_left(), limit_of("RLIMIT_NOFILE"), "ulimit -n 65536; systemd: LimitNOFILE=65536"
+    left, limit, fix = num_descriptors_left(), limit_of("RLIMIT_NOFILE"), "ulimit -n 65536; systemd: LimitNOFILE=65536"
     if left is None:
         return ok(limit or "unlimited")
     if left < FEW_DESCRIPTORS:
-        return fail(f"{limit}, {left} left: too few to connect to a peer", mend)
+        return fail(f"{limit}, {left} left: too few to connect to a peer", fix)
     if left < SOME_DESCRIPTORS:
-        return warn(f"{limit}, {left} left: enough for a few peers", mend)
+        return warn(f"{limit}, {left} left: enough for a few peers", fix)
     return ok(f"{limit}, {left} left")
 
 
@@ -87,16 +87,16 @@ def cpu_quota(options: DoctorOptions) -> Finding:
     places = [f"sys/fs/cgroup{own}", "sys/fs/cgroup"]
     place = next((place for place in places if options.read(f"{place}/cpu.max")), None)
     if place is None:
-        return ok("no quota of a cgroup v2")
+        return ok("no CPU quota")
     quota, _, period = options.read(f"{place}/cpu.max").partition(" ")
     if quota == "max":
-        return ok("no quota")
+        return ok("no CPU quota")
     counts = dict(line.split() for line in options.read(f"{place}/cpu.stat").splitlines())
     num_cpus, throttled = int(quota) / int(period or 100_000), int(counts.get("nr_throttled", "0"))
     text = f"{num_cpus:g} CPUs, throttled {throttled} times so far"
     if throttled or num_cpus < FEW_CPUS:
-        mend = "raise or remove the CPU limit of the container (docker run --cpus; Kubernetes resources.limits.cpu)"
-        return warn(f"{text}: while it is throttled, no transfer goes on", mend)
+        fix = "raise or remove the CPU limit of the container (docker run --cpus; Kubernetes resources.limits.cpu)"
+        return warn(f"{text}: while it is throttled, no transfer goes on", fix)
     return ok(text)
 
 
@@ -105,8 +105,8 @@ def cpu_pinning(_: DoctorOptions) -> Finding:
     allowed, total = os.sched_getaffinity(0), os.cpu_count() or 1
     text = f"{len(allowed)} of {total} CPUs"
     if len(allowed) < min(FEW_CPUS, total):
-        mend = f"taskset -cp 0-{total - 1} {os.getpid()}; or set `affinity` in the options of the engine's adapter"
-        return warn(f"{text}: a busy engine leaves kvflow no CPU", mend)
+        fix = f"taskset -cp 0-{total - 1} {os.getpid()}; or set `affinity` in the options of the engine's adapter"
+        return warn(f"{text}: a busy engine leaves kvflow no CPU", fix)
     return ok(text)
 
 
@@ -116,8 +116,8 @@ def monotonic_clock(options: DoctorOptions) -> Finding:
     resolution_s = time.get_clock_info("monotonic").resolution
     text = f"clock source {source}, resolution {resolution_s * 1e9:g} ns"
     if source in SLOW_CLOCKS or resolution_s > 1e-3:
-        mend = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource"
-        return warn(f"{text}: reading the time is slow or coarse", mend)
+        fix = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource"
+        return warn(f"{text}: reading the time is slow or coarse", fix)
     return ok(text)
 
 

@@ -48,7 +48,7 @@ AnyAnswer = TypeVar("AnyAnswer", bound=Message)
 
 ADVERTISE: Final = "on prefill, set `host` in the options of the adapter, or `bind` and `advertise`"
 
-MENDS: Final = {
+FIXES: Final = {
     "requires a key": "kvflow doctor ADDRESS --keys DIRECTORY; kvflow keys new DIRECTORY",
     "has no keys": "start the peer with keys, or leave out --keys",
     "says nothing": "ss -ltnp 'sport = :{port}' on that host; if its process is stopped: kill -CONT PID",
@@ -56,7 +56,7 @@ MENDS: Final = {
     "another program": "ss -ltnp 'sport = :{port}' on that host; correct the port",
     "": "kvflow keys trust DIRECTORY PUBLIC-KEY INSTANCE on the other host; kvflow keys show DIRECTORY here",
 }
-"""What mends a connection without an answer, by what `diagnose` says."""
+"""What fixes a connection without an answer, by what `diagnose` says."""
 
 
 @dataclass
@@ -157,8 +157,8 @@ async def greeting_and_key(visit: Visit) -> AsyncIterator[Finding]:
     else:
         detail = refusal or (await diagnose(visit.address, is_encrypted=not trust.is_plain)).detail
         port = split_address("target", visit.address)[1]
-        mend = next(mend for part, mend in MENDS.items() if part in detail).format(port=port)
-        yield fail(f"it does not answer within {timeout_s:g} s: {detail}", mend)
+        fix = next(fix for part, fix in FIXES.items() if part in detail).format(port=port)
+        yield fail(f"it does not answer within {timeout_s:g} s: {detail}", fix)
 
 
 async def look_up(
@@ -226,7 +226,7 @@ async def who_answers(visit: Visit) -> AsyncIterator[Finding]:
         elif record.endpoint != visit.address:
             found = await _connect(record.endpoint)
             is_open = found.status == "ok"
-            yield found if is_open else msgspec.structs.replace(found, mend=f"{ADVERTISE}; or {found.mend}")
+            yield found if is_open else msgspec.structs.replace(found, fix=f"{ADVERTISE}; or {found.fix}")
     num_ranks = visit.records[0].num_ranks
     if len(visit.records) < num_ranks:
         ranks = sorted(record.peer.rank.engine_rank for record in visit.records)
@@ -255,7 +255,9 @@ async def fingerprint_and_layout(visit: Visit) -> AsyncIterator[Finding]:
         cause = f"fingerprint {theirs!r}, {record.layout.summary}; no decode rank runs here to compare"
         yield unknown(cause, "--fingerprint TEXT, or run it on the host of decode")
     elif theirs in fingerprints:
-        yield ok(f"fingerprint {theirs!r}, {record.layout.summary}")
+        ranks = ", ".join(f"{one.instance}/{one.engine_rank} here" for one in own if one.fingerprint == theirs)
+        compared = ranks if visit.fingerprint is None else "--fingerprint"
+        yield ok(f"fingerprint {theirs!r} is that of {compared}; prefill has {record.layout.summary}")
     else:
         cause = f"fingerprints differ, so every handshake is refused: {theirs!r} on prefill, {fingerprints[0]!r} here"
         yield fail(cause, "serve the same model, revision and cache dtype on both sides, or set `fingerprint`")
@@ -280,7 +282,7 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
         return
     if not _is_probe(visit):
         host = host_of(visit.address)
-        cause = "a serving rank takes part in no probe transfer, so the way of the data is not tested"
+        cause = "a serving rank takes part in no probe transfer, so the data path is not tested"
         listen = f"kvflow doctor --listen {join_address(host, 7199)} --plain"
         yield unknown(cause, f"on {host}: {listen}; then here: kvflow doctor {join_address(host, 7199)}")
         return
@@ -295,17 +297,17 @@ async def data_transfer(visit: Visit) -> AsyncIterator[Finding]:
     result = await anyio.to_thread.run_sync(run_in_child, "ask", order, {}, options.probe_s or DoctorOptions.probe_s)
     own = await host_towards(visit.address) or "this host"
     if result is not None and result.reason == FailureReason.REFUSED:
-        mend = "give both sides the same --backend and, with --keys, the --instance for which the other side lists them"
-        yield fail(f"the other side refuses: {result.failure}", mend)
+        fix = "give both sides the same --backend and, with --keys, the --instance for which the other side lists them"
+        yield fail(f"the other side refuses: {result.failure}", fix)
         return
     if result is None or result.failure:
         detail = "it has not ended in time" if result is None else result.failure
         cause = f"the control port answers, but data does not arrive: {detail}"
-        mend = (
+        fix = (
             f"allow TCP connections from {visit.hosts[0]} to {own} on its ephemeral ports (sysctl "
             "net.ipv4.ip_local_port_range); if hosts have several networks, set `advertise` and UCX_NET_DEVICES"
         )
-        yield fail(cause, mend)
+        yield fail(cause, fix)
         return
     if result.facts is not None:
         facts = result.facts
@@ -334,7 +336,7 @@ PEER_CHECKS: Final[tuple[PeerCheck, ...]] = (
     fingerprint_and_layout,
     data_transfer,
 )
-"""In this order, until one fails or cannot look before anybody has answered for a rank."""
+"""In this order, until one fails or is unknown before anybody has answered for a rank."""
 
 
 async def examine_peer(visit: Visit) -> list[Finding]:

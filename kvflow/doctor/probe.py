@@ -92,7 +92,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that serves says of itself.
 
     Attributes:
-        paths: Paths that the kernel's counts of TCP tell, as `RankStatistics.paths`.
+        paths: Paths that the kernel's TCP byte counters tell, as `RankStatistics.paths`.
         ucx: Transports that UCX has chosen for the writes, as it logs them.
     """
 

@@ -7,6 +7,7 @@ from kvflow.addresses import is_loopback
 from kvflow.admin.client import ask_all, find_sockets
 from kvflow.admin.messages import StatusAnswer, StatusRequest
 from kvflow.doctor.findings import DoctorOptions, Finding, fail, ok, unknown, warn
+from kvflow.doctor.rooms import judge_rooms
 from kvflow.hosts import host_of
 
 __all__ = ["judge_drafts", "local_ranks", "running_ranks"]
@@ -29,7 +30,7 @@ SERVERS: Final = {
         "python -m sglang.launch_server --disaggregation-mode ... --disaggregation-transfer-backend kvflow",
     ),
 }
-"""How servers are started, their option without which nothing is handed over, and what mends it."""
+"""How servers are started, their option without which nothing is handed over, and what fixes it."""
 
 
 def local_ranks(options: DoctorOptions) -> tuple[list[StatusAnswer], list[tuple[str, str]]]:
@@ -41,7 +42,7 @@ def local_ranks(options: DoctorOptions) -> tuple[list[StatusAnswer], list[tuple[
 
 
 def running_ranks(options: DoctorOptions) -> Iterator[Finding]:
-    """Ask running ranks: unused, refused or failed transfers, TCP without need, addresses, draft layers on one side."""
+    """Ask running ranks: unused, refused or failed transfers, rooms and draft layers on one side, TCP, addresses."""
     answers, silent = local_ranks(options)
     yield from _servers_without_kvflow(options)
     if not answers and not silent:
@@ -51,6 +52,8 @@ def running_ranks(options: DoctorOptions) -> Iterator[Finding]:
         yield _judge_silence(options, pid, problem)
     found = [finding for answer in answers for finding in _judge(answer, answers, options)]
     found += _judge_pairs(answers)
+    if any(answer.statistics["waiting_grants"] or answer.statistics["rooms"] for answer in answers):
+        found += judge_rooms(options)
     yield from found
     if not found and not silent:
         yield ok(f"{', '.join(sorted(map(_name, answers)))}: nothing stands out")
@@ -63,11 +66,11 @@ def _name(answer: StatusAnswer) -> str:
 def _servers_without_kvflow(options: DoctorOptions) -> Iterator[Finding]:
     for pid in options.list_names("proc"):
         command = options.read(f"proc/{pid}/cmdline").replace("\0", " ") if pid.isdigit() else ""
-        for engine, (marks, option, mend) in SERVERS.items():
+        for engine, (marks, option, fix) in SERVERS.items():
             if "python" in command and any(mark in command for mark in marks) and option not in command:
                 yield warn(
                     f"process {pid} is a server of {engine} without {option}: nothing is handed over to or from it",
-                    mend,
+                    fix,
                 )
 
 
@@ -81,10 +84,10 @@ def _judge_silence(options: DoctorOptions, pid: str, problem: str) -> Finding:
 def _judge(answer: StatusAnswer, answers: Sequence[StatusAnswer], options: DoctorOptions) -> Iterator[Finding]:
     name, health, counts = _name(answer), answer.health, answer.statistics
     if health.transfer != "ok":
-        mend = (
+        fix = (
             f"restart process {answer.pid}" if health.transfer == "broken" else "kvflow quarantine list; kvflow status"
         )
-        yield (fail if health.transfer == "broken" else warn)(f"{name} is {health.transfer}: {health.reason}", mend)
+        yield (fail if health.transfer == "broken" else warn)(f"{name} is {health.transfer}: {health.reason}", fix)
     ended: dict[str, int] = counts["transfers"]["ended"]
     failed = {key.removeprefix("failed "): count for key, count in ended.items() if key.startswith("failed ")}
     if failed:
@@ -112,13 +115,13 @@ def _judge_use(answer: StatusAnswer, ended: dict[str, int], failed: dict[str, in
     if not ended and not counts["rooms"] and answer.uptime_s > IDLE_S:
         if answer.role == "decode":
             cause = f"{name} has received nothing in {answer.uptime_s:.0f} s: prompts are computed here instead"
-            mend = "check that the router sends each request to prefill first, and passes its ticket on to decode"
+            fix = "check that the router sends each request to prefill first, and passes its ticket on to decode"
         else:
             cause = (
                 f"{name} has sent nothing in {answer.uptime_s:.0f} s, and {counts['peers']} decode ranks are connected"
             )
-            mend = "check that decode has the connector (kv_role, --disaggregation-mode decode), and the router's list"
-        yield warn(cause, mend)
+            fix = "check that decode has the connector (kv_role, --disaggregation-mode decode), and the router's list"
+        yield warn(cause, fix)
     never = failed.get("not_granted", 0) + failed.get("unknown_room", 0)
     if never > ended.get("success", 0):
         side = "decode did not ask for" if answer.role == "prefill" else "prefill did not open"

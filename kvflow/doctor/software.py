@@ -46,7 +46,7 @@ def versions(_: DoctorOptions) -> Finding:
 
 
 def transport_library(options: DoctorOptions) -> Finding:
-    """Whether the library of the transport is installed, once."""
+    """Whether the library of the transport is installed, exactly once."""
     backend = options.backend
     if backend not in known_backends():
         return fail(f"there is no transport {backend!r}", f"choose one of {', '.join(known_backends())}")
@@ -56,8 +56,8 @@ def transport_library(options: DoctorOptions) -> Finding:
         return fail(f"the library of the transport {backend!r} is not installed", install)
     builds = [name for name in describe_versions() if name.startswith("mooncake-transfer-engine")]
     if backend == "mooncake" and len(builds) > 1:
-        mend = f"pip uninstall {' '.join(builds)}; then {install}"
-        return fail(f"several builds of Mooncake overwrite each other: {', '.join(builds)}", mend)
+        fix = f"pip uninstall {' '.join(builds)}; then {install}"
+        return fail(f"several builds of Mooncake overwrite each other: {', '.join(builds)}", fix)
     fabric = f"; libfabric: {find_library('fabric') or 'not installed, which only EFA needs'}"
     return ok(f"{backend}: {', '.join(found) or 'built in, or a plugin'}{fabric if backend == 'nixl' else ''}")
 

@@ -20,7 +20,6 @@ MANY_TIMES: Final = 3.0
 def transfer_on_this_host(options: DoctorOptions) -> Iterator[Finding]:
     """Move 16 MiB between two processes of this host: path, latency, rates, and whether the bytes are right."""
     if not options.probe_s:
-        yield unknown("no probe was asked for", "kvflow doctor")
         return
     if options.backend == "memory":
         yield ok("the transport memory does not leave its process")
@@ -33,14 +32,14 @@ def transfer_on_this_host(options: DoctorOptions) -> Iterator[Finding]:
         yield fail(cause, "py-spy dump --pid PID of the process `kvflow.doctor.probe`; report it with `kvflow report`")
         return
     if result.failure:
-        mend = "pip install 'kvflow[nixl-cu12]'" if "not installed" in result.failure else "kvflow report"
-        yield fail(f"two processes of this host cannot transfer: {result.failure}", mend)
+        fix = "pip install 'kvflow[nixl-cu12]'" if "not installed" in result.failure else "kvflow report"
+        yield fail(f"two processes of this host cannot transfer: {result.failure}", fix)
         return
     yield from judge_probe(result, is_same_host=True, has_rdma=False)
 
 
 def paths_of(result: ProbeResult) -> list[str]:
-    """Return the paths of a probe: as UCX names its transports, or else as the kernel's counts tell."""
+    """Return the paths of a probe: as UCX names its transports, or else as the kernel's TCP byte counters tell."""
     facts = result.facts
     return [] if facts is None else facts.ucx or facts.paths
 

@@ -15,7 +15,7 @@ PROBE_S: Final = 30.0
 
 LEVELS: Final[dict[Status, int]] = {
     "ok": logging.INFO,
-    "could not look": logging.INFO,
+    "unknown": logging.INFO,
     "warn": logging.WARNING,
     "fail": logging.ERROR,
 }
@@ -45,9 +45,7 @@ def start_doctor(settings: AdapterSettings, log: logging.Logger, backend_options
     def examine() -> None:
         for finding in run_checks(CHECKS, options):
             line = f"{finding.status}: {finding.check}: {finding.cause}"
-            log.log(
-                LEVELS[finding.status], "kvflow doctor: %s%s", line, f"; mend: {finding.mend}" if finding.mend else ""
-            )
+            log.log(LEVELS[finding.status], "kvflow doctor: %s%s", line, f"; fix: {finding.fix}" if finding.fix else "")
 
     thread = threading.Thread(target=examine, name="kvflow-doctor", daemon=True)
     try:

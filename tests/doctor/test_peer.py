@@ -50,9 +50,9 @@ async def findings_of(target: str, fingerprint: str | None = None, **options: An
     return found
 
 
-def mended(findings: list[Finding], status: str, cause: str, mend: str) -> bool:
-    """Return whether a finding has a status, and a cause and a mend with these texts."""
-    return any(one.status == status and cause in one.cause and mend in one.mend for one in findings)
+def has_finding(findings: list[Finding], status: str, cause: str, fix: str) -> bool:
+    """Return whether a finding has a status, and a cause and a fix with these texts."""
+    return any(one.status == status and cause in one.cause and fix in one.fix for one in findings)
 
 
 @asynccontextmanager
@@ -74,21 +74,22 @@ async def test_rank_that_serves_is_described(tmp_path: Path) -> None:
         found = await findings_of(rank.endpoint, "test-model", socket=tmp_path)
         assert list(found) == [check.__name__.replace("_", " ") for check in PEER_CHECKS]
         statuses = {name: [one.status for one in findings] for name, findings in found.items()}
-        assert statuses.pop("data transfer") == ["could not look"]
+        assert statuses.pop("data transfer") == ["unknown"]
         assert set(map(tuple, statuses.values())) == {("ok",)}
         (who,) = found["who answers"]
         assert str(rank.me) in who.cause
         assert f"kvflow {kvflow.__version__}, up " in who.cause
-        assert "--listen" in found["data transfer"][0].mend
+        assert "--listen" in found["data transfer"][0].fix
+        assert "is that of --fingerprint; prefill has" in found["fingerprint and layout"][0].cause
         assert "layers 0-1" in found["fingerprint and layout"][0].cause
 
 
 async def test_other_model_is_found() -> None:
     async with serving() as rank:
         found = (await findings_of(rank.endpoint, "another-model"))["fingerprint and layout"]
-        assert mended(found, "fail", "'test-model' on prefill, 'another-model' here", "set `fingerprint`")
+        assert has_finding(found, "fail", "'test-model' on prefill, 'another-model' here", "set `fingerprint`")
         found = (await findings_of(rank.endpoint))["fingerprint and layout"]
-        assert mended(found, "could not look", "no decode rank runs here", "--fingerprint")
+        assert has_finding(found, "unknown", "no decode rank runs here", "--fingerprint")
 
 
 async def test_decode_rank_of_this_host_is_compared(tmp_path: Path) -> None:
@@ -96,9 +97,9 @@ async def test_decode_rank_of_this_host_is_compared(tmp_path: Path) -> None:
     settings = decode_config(None, admin=str(tmp_path))
     async with serving() as rank, kvflow.DecodeRank(settings, layout):
         found = (await findings_of(rank.endpoint, socket=tmp_path))["fingerprint and layout"]
-        assert found[0].status == "ok"
+        assert has_finding(found, "ok", "'test-model' is that of decode/0 here", "")
         cause = "draft layers on one side only: prefill/0 has 0, decode/0 has 1"
-        assert mended(found, "warn", cause, "speculative decoding on both sides")
+        assert has_finding(found, "warn", cause, "speculative decoding on both sides")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -106,13 +107,17 @@ async def test_port_that_is_not_open_is_found(host: str) -> None:
     """A name may have several addresses, which are all tried."""
     found = await findings_of(f"tcp://{host}:{unused_port()}")
     assert list(found) == ["name resolution", "tcp connection"]
-    assert mended(found["tcp connection"], "fail", "refuses the connection: no process listens", "start the server")
+    assert has_finding(
+        found["tcp connection"], "fail", "refuses the connection: no process listens", "start the server"
+    )
 
 
 async def test_name_that_does_not_resolve_is_found() -> None:
     found = await findings_of("tcp://prefill.invalid:7000")
     assert list(found) == ["name resolution"]
-    assert mended(found["name resolution"], "fail", "prefill.invalid does not resolve", "getent hosts prefill.invalid")
+    assert has_finding(
+        found["name resolution"], "fail", "prefill.invalid does not resolve", "getent hosts prefill.invalid"
+    )
 
 
 async def test_another_program_is_found() -> None:
@@ -125,15 +130,15 @@ async def test_another_program_is_found() -> None:
         _, port = listener.extra_attributes[anyio.abc.SocketAttribute.local_address]()
         found = await findings_of(f"tcp://127.0.0.1:{port}", timeout_s=0.5)
         tasks.cancel_scope.cancel()
-    assert mended(found["greeting and key"], "fail", "it is another program", f"sport = :{port}")
+    assert has_finding(found["greeting and key"], "fail", "it is another program", f"sport = :{port}")
 
 
 @pytest.mark.parametrize("server", HTTP_SERVERS)
 async def test_http_server_is_found(server: str) -> None:
     async with HTTP_SERVERS[server]() as address:
         found = (await findings_of(address, timeout_s=0.5))["greeting and key"]
-    assert mended(found, "fail", "it is an HTTP server", "use the port of the rank")
-    assert "keys" not in found[0].mend
+    assert has_finding(found, "fail", "it is an HTTP server", "use the port of the rank")
+    assert "keys" not in found[0].fix
 
 
 async def test_stopped_peer_is_found() -> None:
@@ -148,7 +153,7 @@ async def test_stopped_peer_is_found() -> None:
             prefill.send_signal(signal.SIGCONT)
         await prefill.tell("end")
     assert found["tcp connection"][0].status == "ok"
-    assert mended(found["greeting and key"], "fail", "a process that is stopped", "kill -CONT")
+    assert has_finding(found["greeting and key"], "fail", "a process that is stopped", "kill -CONT")
 
 
 async def test_stopped_rank_of_this_host_is_found(tmp_path: Path) -> None:
@@ -161,7 +166,7 @@ async def test_stopped_rank_of_this_host_is_found(tmp_path: Path) -> None:
         finally:
             prefill.send_signal(signal.SIGCONT)
         await prefill.tell("end")
-    assert mended(found, "fail", f"process {prefill.pid} of a rank is stopped", f"kill -CONT {prefill.pid}")
+    assert has_finding(found, "fail", f"process {prefill.pid} of a rank is stopped", f"kill -CONT {prefill.pid}")
 
 
 async def test_missing_and_wrong_keys_are_found() -> None:
@@ -169,10 +174,10 @@ async def test_missing_and_wrong_keys_are_found() -> None:
     _, strangers = trusts("prefill", "decode")
     async with serving(trust=keys["prefill"]) as rank:
         found = await findings_of(rank.endpoint, timeout_s=0.5)
-        assert mended(found["greeting and key"], "fail", "it requires a key", "--keys DIRECTORY")
+        assert has_finding(found["greeting and key"], "fail", "it requires a key", "--keys DIRECTORY")
         known = replace(strangers["decode"], peers=keys["decode"].peers)
         found = await findings_of(rank.endpoint, trust=known, timeout_s=2.0)
-        assert mended(found["greeting and key"], "fail", "", "kvflow keys trust")
+        assert has_finding(found["greeting and key"], "fail", "", "kvflow keys trust")
         found = await findings_of(rank.endpoint, trust=keys["decode"])
         assert found["greeting and key"][0].cause == "it answers, and both keys are accepted"
 
@@ -183,9 +188,9 @@ async def test_ticket_of_an_ended_rank_and_instance_with_missing_ranks_are_found
         ticket = rank.ticket(7)
     async with serving(bind=f"tcp://127.0.0.1:{port}", num_ranks=2):
         found = await findings_of(json.dumps(ticket), timeout_s=4.0)
-    assert mended(found["who answers"], "fail", "which has ended", "send the request to prefill again")
-    assert mended(found["who answers"], "fail", "only ranks [0] of 2 are registered", "registry")
-    assert mended(found["name resolution"], "warn", "the ticket has the address tcp://127.0.0.1", "`advertise`")
+    assert has_finding(found["who answers"], "fail", "which has ended", "send the request to prefill again")
+    assert has_finding(found["who answers"], "fail", "only ranks [0] of 2 are registered", "registry")
+    assert has_finding(found["name resolution"], "warn", "the ticket has the address tcp://127.0.0.1", "`advertise`")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +203,7 @@ async def test_wrong_advertised_address_is_found(advertise: str, cause: str) -> 
     settings: dict[str, Any] = {"bind": f"tcp://0.0.0.0:{port}", "advertise": advertise, "trust": kvflow.Trust.none()}
     async with serving(**settings):
         found = (await findings_of(f"tcp://{host}:{port}"))["who answers"]
-    assert mended(found, "fail", cause, "`advertise`")
+    assert has_finding(found, "fail", cause, "`advertise`")
 
 
 async def test_rank_that_has_a_registry_refers_to_it() -> None:
@@ -206,20 +211,20 @@ async def test_rank_that_has_a_registry_refers_to_it() -> None:
     async with kvflow.PrefillRank(config, make_pool().layout) as rank:
         found = await findings_of(rank.endpoint)
     assert list(found)[-1] == "greeting and key"
-    assert mended(found["greeting and key"], "could not look", "it has a registry", "ask its registry")
+    assert has_finding(found["greeting and key"], "unknown", "it has a registry", "ask its registry")
 
 
 async def test_registry_is_recognised_and_one_that_does_not_know_the_instance_is_found() -> None:
     async with kvflow.Registry() as registry:
         found = await findings_of(registry.endpoint)
-        assert mended(found["who answers"], "could not look", "it is a registry", "kvflow registry list")
+        assert has_finding(found["who answers"], "unknown", "it is a registry", "kvflow registry list")
         rank = kvflow.PrefillRank(prefill_config(registry.endpoint), make_pool().layout)
         async with rank:
             ticket = json.dumps(rank.ticket(7))
             await until(lambda: registry.statistics().ranks == 1)
             assert str(rank.me) in (await findings_of(ticket))["who answers"][0].cause
         found = await findings_of(ticket, timeout_s=2.0)
-    assert mended(found["who answers"], "fail", "it answers for no rank", "the name of the instance")
+    assert has_finding(found["who answers"], "fail", "it answers for no rank", "the name of the instance")
 
 
 async def test_probe_is_measured_with_the_keys_of_an_instance(tmp_path: Path) -> None:
@@ -235,13 +240,13 @@ async def test_probe_is_measured_with_the_keys_of_an_instance(tmp_path: Path) ->
         assert "fail" not in [one.status for one in found]
         assert [one.cause.partition(" ")[0] for one in found] == ["kvflow", "path:", "latency"]
         found = (await findings_of(address, instance="decode-1", **options))["data transfer"]
-        assert mended(found, "fail", "", "the --instance for which the other side lists them")
+        assert has_finding(found, "fail", "", "the --instance for which the other side lists them")
 
 
 async def test_transports_that_differ_do_not_reach_each_other() -> None:
     async with serve_logged_probe(ProbeOrder(), "tcp://127.0.0.1:0") as address:
         found = (await findings_of(address, backend="mooncake"))["data transfer"]
-    assert mended(found, "fail", "the other side refuses", "the same --backend")
+    assert has_finding(found, "fail", "the other side refuses", "the same --backend")
     assert "mooncake" in found[0].cause
 
 
@@ -263,14 +268,14 @@ async def examine_ranks(place: Path) -> list[Finding]:
 async def test_ranks_that_nobody_uses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with deploy(sending={"admin": str(tmp_path)}, receiving={"admin": str(tmp_path)}) as deployment:
         found = await examine_ranks(tmp_path)
-        assert mended(found, "ok", "decode/0, prefill/0: nothing stands out", "")
+        assert has_finding(found, "ok", "decode/0, prefill/0: nothing stands out", "")
         monkeypatch.setattr(ranks, "IDLE_S", 0.0)
         found = await examine_ranks(tmp_path)
-        assert mended(found, "warn", "decode/0 has received nothing", "router sends each request to prefill first")
-        assert mended(found, "warn", "prefill/0 has sent nothing", "decode has the connector")
+        assert has_finding(found, "warn", "decode/0 has received nothing", "router sends each request to prefill first")
+        assert has_finding(found, "warn", "prefill/0 has sent nothing", "decode has the connector")
         await deployment.request(1, 8).hand_over()
         found = await examine_ranks(tmp_path)
-        assert mended(found, "ok", "nothing stands out", "")
+        assert has_finding(found, "ok", "nothing stands out", "")
 
 
 async def test_prompts_that_are_computed_twice_and_refusals_are_found(tmp_path: Path) -> None:
@@ -279,43 +284,45 @@ async def test_prompts_that_are_computed_twice_and_refusals_are_found(tmp_path: 
         with pytest.raises(kvflow.TransferFailed):
             await deployment.request(1, 8).send()
         found = await examine_ranks(tmp_path)
-        assert mended(found, "warn", "of 1 transfers, 1 have failed: not_granted 1", "docs/failure-model.md")
-        assert mended(found, "warn", "decode did not ask for in time: these prompts are computed again", "both sides")
+        assert has_finding(found, "warn", "of 1 transfers, 1 have failed: not_granted 1", "docs/failure-model.md")
+        assert has_finding(
+            found, "warn", "decode did not ask for in time: these prompts are computed again", "both sides"
+        )
         stranger = decode_config(deployment.registry.endpoint, instance="other", admin=str(tmp_path))
         async with kvflow.DecodeRank(stranger, make_pool(fingerprint="another").layout) as rank:
             with pytest.raises(kvflow.TransferFailed):
                 async with rank.receive(2, prefill="prefill", tokens=(0, 4), pages={"kv": [0]}) as receiver:
                     await receiver.done()
             found = await examine_ranks(tmp_path)
-    assert mended(found, "fail", "other/0: handshakes were refused 1 times", "kvflow doctor ADDRESS-OF-PREFILL")
-    assert mended(found, "warn", "other/0 matches no prefill rank of this host", "same model")
+    assert has_finding(found, "fail", "other/0: handshakes were refused 1 times", "kvflow doctor ADDRESS-OF-PREFILL")
+    assert has_finding(found, "warn", "other/0 matches no prefill rank of this host", "same model")
 
 
 async def test_drafts_on_one_side_and_address_for_this_host_only_are_found(tmp_path: Path) -> None:
     async with serving(with_draft_layer(make_pool().layout), admin=str(tmp_path)) as rank:
         found = await examine_ranks(tmp_path)
-        assert mended(found, "warn", f"advertises {rank.endpoint}, which no other host can reach", "`advertise`")
+        assert has_finding(found, "warn", f"advertises {rank.endpoint}, which no other host can reach", "`advertise`")
         async with kvflow.DecodeRank(decode_config(None, admin=str(tmp_path)), make_pool().layout):
             found = await examine_ranks(tmp_path)
-    assert mended(found, "warn", "prefill/0 has 1, decode/0 has 0", "on both sides")
+    assert has_finding(found, "warn", "prefill/0 has 1, decode/0 has 0", "on both sides")
     assert not any("advertises" in one.cause for one in found)
 
 
 @pytest.mark.parametrize(
-    ("command", "mend"),
+    ("command", "fix"),
     [
         ("python3\0-m\0vllm.entrypoints.openai.api_server\0--model\0m\0", "--kv-transfer-config"),
         ("python3\0-m\0sglang.launch_server\0--model-path\0m\0", "--disaggregation-transfer-backend kvflow"),
     ],
 )
-def test_server_without_connector_is_found(command: str, mend: str, tmp_path: Path) -> None:
+def test_server_without_connector_is_found(command: str, fix: str, tmp_path: Path) -> None:
     (tmp_path / "proc/42").mkdir(parents=True)
     (tmp_path / "proc/42/cmdline").write_text(command)
     found = run_checks([ranks.running_ranks], DoctorOptions(socket=NOWHERE, root=tmp_path))
-    assert mended(found, "warn", "process 42 is a server of", mend)
-    (tmp_path / "proc/42/cmdline").write_text(f"{command}{mend.partition(' ')[0]}\0")
+    assert has_finding(found, "warn", "process 42 is a server of", fix)
+    (tmp_path / "proc/42/cmdline").write_text(f"{command}{fix.partition(' ')[0]}\0")
     found = run_checks([ranks.running_ranks], DoctorOptions(socket=NOWHERE, root=tmp_path))
-    assert [one.status for one in found] == ["could not look"]
+    assert [one.status for one in found] == ["unknown"]
 
 
 def test_every_check_says_what_it_looks_at() -> None:

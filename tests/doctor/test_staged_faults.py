@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import kvflow
 from kvflow.cli import main as cli
+from kvflow.doctor import rooms
 from kvflow.doctor.findings import DoctorOptions, run_checks
 from kvflow.doctor.peer import Visit, examine_peer
 from kvflow.doctor.ranks import running_ranks
@@ -36,6 +37,7 @@ from tests.support.instances import QUICK, decode_config, deploy, make_pool, pre
 from tests.support.ports import unused_port
 from tests.support.prefill_client import hand_over, prefill_process
 from tests.support.prefill_process import hold_interpreter
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -87,10 +89,10 @@ class Scene:
         return out.getvalue()
 
     def check(self, **expected: str) -> None:
-        """Check that each of the four named says a text; a doctor that finds something also says what mends it."""
+        """Check that each of the four named says a text; a doctor that finds something also says what fixes it."""
         for who, text in expected.items():
             assert text in self.said[who], f"{who} does not say {text!r}:\n{self.said[who]}"
-        assert "doctor" not in expected or "mend: " in self.said["doctor"]
+        assert "doctor" not in expected or "fix: " in self.said["doctor"]
 
 
 @pytest.fixture
@@ -243,7 +245,7 @@ async def test_9_only_tcp_may_be_used(scene: Scene, monkeypatch: pytest.MonkeyPa
         await scene.look()
         await prefill.tell("end")
     scene.check(doctor="prefill/0 may only use TCP: TCP (UCX_TLS=tcp)", status="prefill/0")
-    assert "mend: unset UCX_TLS" in scene.said["doctor"]
+    assert "fix: unset UCX_TLS" in scene.said["doctor"]
 
 
 async def test_10_staging_windows_are_all_taken(scene: Scene) -> None:
@@ -275,6 +277,23 @@ async def test_11_decode_has_no_connector(scene: Scene) -> None:
     metric = UNREACHABLE.replace("unreachable", "not_granted").replace("decode", "prefill")
     said = "no decode rank asked for the room within 0.1 s"
     scene.check(doctor="decode did not ask for in time", status="prefill/0", log=said, metrics=metric)
+
+
+async def test_11b_the_sides_were_given_different_rooms(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "WAITED_S", 0.0)
+    settings = {"admin": str(scene.place)}
+    async with deploy(sending=settings, receiving=settings) as deployment:
+        scene.ranks = deployment.prefill
+        async with deployment.request(2, 8).receiver() as receiver:
+            await until(lambda: deployment.prefill[0].statistics().waiting_grants == 1)
+            async with deployment.prefill[0].send(1) as sender:
+                await scene.look()
+                sender.abort()
+            receiver.abort()
+    gauge = 'kvflow_waiting_grants{engine_rank="0",instance_name="prefill",role="prefill"} 1.0'
+    scene.check(doctor="prefill/0: nobody has asked for room 1, open for 0 s", status="1 grants wait", metrics=gauge)
+    assert "decode/0 waits for room 2, open for" in scene.said["doctor"]
+    assert "correct the router" in scene.said["doctor"]
 
 
 async def test_11c_draft_layers_are_on_one_side_only(scene: Scene) -> None:

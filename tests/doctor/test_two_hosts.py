@@ -62,7 +62,7 @@ def test_firewall_in_front_of_the_data_is_found() -> None:
     (blocked,) = found["data transfer"]
     assert blocked["status"] == "fail"
     assert "the control port answers, but data does not arrive" in blocked["cause"]
-    assert f"allow TCP connections from {host} to {near}" in blocked["mend"]
+    assert f"allow TCP connections from {host} to {near}" in blocked["fix"]
 
 
 def test_packets_that_are_dropped_are_told_from_a_port_that_is_closed() -> None:
@@ -73,7 +73,7 @@ def test_packets_that_are_dropped_are_told_from_a_port_that_is_closed() -> None:
         (closed,) = ask(net.b, address.replace(str(PORT), "7198"))["tcp connection"]
     assert dropped["status"] == closed["status"] == "fail"
     assert "does not answer within 1 s: the host is down, or a firewall drops it" in dropped["cause"]
-    assert "allow TCP port 7199" in dropped["mend"]
+    assert "allow TCP port 7199" in dropped["fix"]
     assert "refuses the connection" in closed["cause"]
 
 

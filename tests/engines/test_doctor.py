@@ -47,9 +47,9 @@ def test_worker_logs_findings_and_does_not_wait_for_them(
     thread.join()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "kvflow doctor: ok: slow check: well"),
-        ("WARNING", "kvflow doctor: warn: slow check: few descriptors; mend: ulimit -n"),
-        ("ERROR", "kvflow doctor: fail: slow check: no library; mend: pip install"),
-        ("INFO", "kvflow doctor: could not look: broken check: the check has failed: OSError: no /proc"),
+        ("WARNING", "kvflow doctor: warn: slow check: few descriptors; fix: ulimit -n"),
+        ("ERROR", "kvflow doctor: fail: slow check: no library; fix: pip install"),
+        ("INFO", "kvflow doctor: unknown: broken check: the check has failed: OSError: no /proc"),
     ]
     assert (str(seen[0].socket), seen[0].keys, seen[0].backend_options) == ("/run/here", "/keys", {"plugin": "UCX"})
 
