@@ -52,7 +52,7 @@ def _show(arguments: argparse.Namespace) -> int:
             if not isinstance(one.status, str) and one.status.health.reason:
                 print(f"{one.name} is {one.status.health.transfer}: {one.status.health.reason}")
             if not isinstance(one.status, str) and (num_grants := one.status.statistics.get("waiting_grants")):
-                print(f"{one.name} has not opened rooms that decode has asked for: {num_grants} grants wait")
+                print(f"{one.name} has not opened rooms that decode has asked for: {num_grants}")
         print_problems([(one.name, one.status) for one in found if isinstance(one.status, str)])
     return 1 if any(isinstance(one.status, str) for one in found) else 0
 

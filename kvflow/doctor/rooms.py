@@ -36,7 +36,7 @@ def _judge(prefill: StatusAnswer, rooms: list[RoomRow], waiting: list[str]) -> I
     unasked = [_told(row) for row in rooms if not row.num_peers and _is_old(row)]
     num_grants = prefill.statistics["waiting_grants"]
     parts = [f"nobody has asked for {', '.join(unasked[:3])}"] if unasked else []
-    parts += [f"{num_grants} grants wait for rooms that its engine has not opened"] if num_grants else []
+    parts += [f"rooms that its engine has not opened, but decode has asked for: {num_grants}"] if num_grants else []
     parts += waiting[:3]
     if waiting or (num_grants and (unasked or not rooms)):
         yield warn(f"{_name(prefill)}: {'; '.join(parts)}", FIX)
