@@ -238,9 +238,9 @@ REASONS: Final[dict[Stage, tuple[str, str, str]]] = {
     stage_killed_peer: ("failed", "safe", "peer_lost"),
     stage_partition: ("failed", "quarantined", "deadline"),
     stage_quarantine: ("aborted", "safe", "aborted"),
+    stage_crossing: ("aborted", "safe", "aborted"),
 }
-"""How the room ends on decode, in the scenario as in the recording. Which messages cross depends on the machine's load,
-so that the crossing may play differently."""
+"""How the room ends on decode, in the scenario as in the recording."""
 
 
 @pytest.mark.parametrize("stage", REASONS)
