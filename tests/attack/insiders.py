@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 
+import kvflow
 from kvflow.geometry.routes import Route
 from kvflow.trust import ClientKeys
 from kvflow.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, PeerId, RankId
@@ -13,7 +14,7 @@ from tests.attack.guarded import Attacker, Guarded, works
 from tests.support.instances import Deployment, make_pool
 from tests.support.waiting import until
 
-__all__ = ["UnderWay", "hello_to", "insider", "under_way"]
+__all__ = ["UnderWay", "hello_to", "insider", "num_hellos_rejected", "under_way"]
 
 
 class UnderWay:
@@ -51,6 +52,12 @@ def insider(deployment: Guarded, name: str = "other") -> Attacker:
     """Return an attacker with a valid key of another instance."""
     keys = ClientKeys(deployment.keys[name], (deployment.keys["prefill"].public,))
     return Attacker(deployment.prefill[0].endpoint, keys)
+
+
+def num_hellos_rejected(rank: kvflow.PrefillRank) -> int:
+    """Count those over the budget and, if this machine reads too slowly for that, those that are refused."""
+    counts = rank.statistics()
+    return counts.postponed.get("hello_over_budget", 0) + counts.anomalies.get("hello_refused", 0)
 
 
 def hello_to(deployment: Deployment, rank: int = 0, *, instance: str = "other", **changes: Any) -> Hello:

@@ -23,7 +23,7 @@ from kvflow.stages.context import agent_name
 from kvflow.trust import ClientKeys
 from kvflow.wire.messages import Failed, Goodbye, Hello, PeerId, RankId, Refuse, Welcome
 from tests.attack.guarded import Attacker, Guarded, guarded, outcome, works
-from tests.attack.insiders import UnderWay, hello_to, insider, under_way
+from tests.attack.insiders import UnderWay, hello_to, insider, num_hellos_rejected, under_way
 from tests.support.cores import grant
 from tests.support.instances import decode_config, make_pool
 from tests.support.nixl_agents import NUM_BYTES, ForeignAgent, foreign_agents
@@ -287,12 +287,7 @@ async def test_a_flood_of_hellos_starves_only_its_sender(monkeypatch: pytest.Mon
                     num_said += 1
             await anyio.lowlevel.checkpoint()
 
-        def num_rejected() -> int:
-            """Count those over the budget and, if this machine reads too slowly for that, over the share."""
-            counts = prefill.statistics()
-            return counts.postponed.get("hello_over_budget", 0) + counts.anomalies.get("hello_refused", 0)
-
-        await until(lambda: num_rejected() >= num_said - 16)
+        await until(lambda: num_hellos_rejected(prefill) >= num_said - 16)
         await honest.go_on()
         assert prefill.statistics().peers <= 17
         for attacker in attackers:
