@@ -153,8 +153,6 @@ class Server:
         )
         self.pool = Pool()
         self.scheduler.pool = self.pool
-        if self.ranks.ticket is not None:
-            self.scheduler.ticket = self.ranks.ticket
         self.told = Results()
         self.awaited: set[str] = set()
         self.num_held = self.num_shown = 0
@@ -741,13 +739,13 @@ def test_blocks_are_held_until_nothing_can_be_written_to_them(
     target.until(lambda: "d" in target.told.received)
     assert [target.pool.holders[block] for block in DECODE] == [1, 1, 1]
     assert target.num_shown == len(DECODE)  # in the step that tells vLLM of the end
-    assert target.scheduler.awaits_proof  # keeps vLLM stepping although it has no request
+    assert target.scheduler.awaits_report  # keeps vLLM stepping although it has no request
     monkeypatch.undo()
     move = next(iter(target.worker._moves.values()))
     assert move.transfer is not None
     move.transfer.until_safe(10.0)
     target.worker._apply_updates([SimpleNamespace(transfer=move.transfer)])  # type: ignore[list-item] # as the rank tells it
-    target.until(lambda: not target.scheduler.awaits_proof)  # an idle server takes no other steps
+    target.until(lambda: not target.scheduler.awaits_report)  # an idle server takes no other steps
     assert target.num_shown == 0
     assert not any(target.pool.holders)
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -29,10 +28,10 @@ from kvflow.engines.times import RequestTimes
 from kvflow.engines.vllm.dialect import add_trace_context
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
-from kvflow.engines.vllm.metadata import StepOrders, WorkerAddress, WorkerReport
+from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
 from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
-from kvflow.engines.vllm.ranks import Place, Ranks, open_ranks
+from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 from kvflow.engines.vllm.worker import ConnectorWorker
@@ -52,7 +51,6 @@ EMPTY_STEP_S: Final = 3e-3
 
 KVConnectorMetadata.register(StepOrders)
 KVConnectorWorkerMetadata.register(WorkerReport)
-KVConnectorHandshakeMetadata.register(WorkerAddress)
 
 
 class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -73,7 +71,6 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         _warn_of_other_version()
         self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
         self._stats = Stats()
-        self._ranks: Ranks | None = None
         # With data parallelism, all ranks compute each step together, even those that have nothing to compute.
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
@@ -109,9 +106,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        own = {place: it for place, it in metadata.items() if isinstance(it, WorkerAddress)}
-        if own:  # none on decode
-            self._scheduler.ticket = own[min(own)].ticket
+        """Note that a connector beside this one in a MultiConnector hands requests over, too.
+
+        kvflow's workers report their tickets otherwise: a MultiConnector passes on the metadata of one connector alone.
+        """
+        self._scheduler.shares_answers = bool(metadata)
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -154,7 +153,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def has_pending_push_work(self) -> bool:
-        return self._scheduler.awaits_proof
+        return self._scheduler.awaits_report
 
     @override
     def request_finished_all_groups(
@@ -191,22 +190,17 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             share=_share,
             port=self._options.port and self._options.port + (parallel.data_parallel_rank_local or 0),
         )
-        self._ranks = open_ranks(self._options, place, caches.layout)
+        ranks = open_ranks(self._options, place, caches.layout)
         start_doctor(self._options, LOGGER)
         self._worker = ConnectorWorker(
             caches,
-            self._ranks,
+            ranks,
             layerwise=self._options.layerwise,
             patience_s=self._patience_s,
             on_end=self._stats.note,
             on_blocks=self._stats.note_blocks,
         )
         sleep_instead_of_spinning(lambda: self._worker.is_moving)
-
-    @override
-    def get_handshake_metadata(self) -> WorkerAddress | None:
-        ticket = None if self._ranks is None else self._ranks.ticket
-        return None if ticket is None else WorkerAddress(ticket)
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "digest_of",
     "has_ticket",
     "is_for_decode",
+    "own_part",
     "reply",
     "room_of",
     "take_reference",
@@ -159,6 +160,11 @@ def reply(
         TICKET: own,
         PROMPT: prompt,
     }
+
+
+def own_part(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the parameters from `reply` that no other connector answers with; None if there are none."""
+    return {key: params[key] for key in (TICKET, PROMPT) if params and key in params} or None
 
 
 def add_trace_context(params: Mapping[str, Any] | None, headers: Mapping[str, str] | None) -> None:

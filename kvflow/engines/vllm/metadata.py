@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvflow.engines.vllm.dialect import Reference
 
-__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "WorkerAddress", "WorkerReport"]
+__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "WorkerReport"]
 
 
 class GroupBlocks(NamedTuple):
@@ -93,6 +93,7 @@ class WorkerReport:
         lost: Requests that can no longer be handed over.
         failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
+        tickets: In the first report of each worker that prefills, one of its tickets.
     """
 
     held: list[int] = field(default_factory=list)
@@ -101,6 +102,7 @@ class WorkerReport:
     lost: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
+    tickets: list[Mapping[str, object]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return any(getattr(self, one.name) for one in fields(self))
@@ -108,10 +110,3 @@ class WorkerReport:
     def aggregate(self, other: "WorkerReport") -> "WorkerReport":
         """Merge the report of another worker."""
         return WorkerReport(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Address of a prefill worker: one of its tickets."""
-
-    ticket: Mapping[str, object]

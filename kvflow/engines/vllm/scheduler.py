@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final
 
 from kvflow import KvflowError, Trust
@@ -18,6 +19,7 @@ from kvflow.engines.vllm.dialect import (
     digest_of,
     has_ticket,
     is_for_decode,
+    own_part,
     reply,
     room_of,
     take_reference,
@@ -81,7 +83,8 @@ class ConnectorScheduler:
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
-        ticket: One of the tickets of the first worker, once it is known.
+        ticket: One of the tickets of the first worker; None until workers have reported theirs.
+        shares_answers: Another connector keeps the same requests, and vLLM lets only one of them answer with a key.
         pool: The pool that blocks belong to, once vLLM has one.
         is_empty: The last step has computed nothing.
     """
@@ -100,7 +103,8 @@ class ConnectorScheduler:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._trust = trust
-        self.ticket: Mapping[str, object] = {}
+        self.ticket: Mapping[str, object] | None = None
+        self.shares_answers = False
         self.pool: Any = None
         self.is_empty = False
         self._rooms: dict[str, _Sending] = {}
@@ -343,9 +347,7 @@ class ConnectorScheduler:
         """Return the parameters of an answer, and start the lease of the room with the last one."""
         sending.num_open -= 1
         params = None
-        if is_complete and sending.is_lost:
-            params = dict(NOTHING_KEPT)
-        elif is_complete:
+        if is_complete and self.ticket is not None and not sending.is_lost:
             try:
                 params = reply(
                     self.ticket,
@@ -358,10 +360,12 @@ class ConnectorScheduler:
                 sending.is_kept = True
             except KvflowError as error:
                 LOGGER.warning("kvflow: %s is not handed over: %s", request_id, error)
+        elif is_complete:
+            params = dict(NOTHING_KEPT)
         if not sending.num_open:
             is_offered = sending.is_kept and not sending.is_lost
             (self._orders.leased if is_offered else self._orders.abandoned).append(sending.request_id)
-        return params
+        return own_part(params) if self.shares_answers else params
 
     def _forget(self, sending: _Sending) -> None:
         self._shortage.forget([sending.request_id])
@@ -390,6 +394,8 @@ class ConnectorScheduler:
 
         vLLM calls this before it frees the blocks of the requests that end with the same report.
         """
+        if self.ticket is None and report.tickets:
+            self.ticket = min(report.tickets, key=itemgetter("engine_rank"))
         self.pool.touch(self._of_pool(report.held))
         self.pool.free_blocks(self._of_pool(report.freed))
         self._num_held += len(report.held) - len(report.freed)
@@ -410,9 +416,13 @@ class ConnectorScheduler:
                 self._orders.declined.append(request_id)
 
     @property
-    def awaits_proof(self) -> bool:
-        """Whether vLLM must step even without requests, because it would otherwise not learn that blocks are safe."""
-        return self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
+    def awaits_report(self) -> bool:
+        """Whether vLLM must step even without requests, because it would otherwise not learn what workers know.
+
+        That is the ticket of the first one, and that blocks are safe.
+        """
+        is_held = self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
+        return is_held or (self._is_prefill and self.ticket is None)
 
     def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
         return [self.pool.blocks[block] for block in blocks]

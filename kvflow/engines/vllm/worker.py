@@ -172,7 +172,8 @@ class ConnectorWorker:
         self._receiving: dict[str, _Move] = {}
         self._moves: dict[object, _Move] = {}
         self._gates: list[dict[str, Gate]] = []
-        self._results, self._report = Results(), WorkerReport()
+        self._results = Results()
+        self._report = WorkerReport(tickets=[] if ranks.ticket is None else [ranks.ticket])
 
     @property
     def is_moving(self) -> bool:

@@ -1,7 +1,7 @@
 """A prefill and a decode server, with the requests and checks that tests need."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, Self
@@ -37,6 +37,11 @@ class Deployment:
         mooncake_port: Port where prefill answers routers of the `mooncake` dialect.
         prefill_address: Address of the first prefill rank.
         wrong_page: While this file exists, prefill sends a page of another request.
+
+    Args:
+        beside: For each server ("prefill", "decode"), connectors beside kvflow's in a MultiConnector.
+        is_first: kvflow's connector comes before the others.
+        environment: For each server, additional environment variables.
     """
 
     def __init__(
@@ -49,6 +54,9 @@ class Deployment:
         prefill_workers: int = 1,
         divided_by: str = "tensor",
         load_failure_policy: str = "fail",
+        beside: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        is_first: bool = True,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.wrong_page = place / "wrong_page"
         self.mooncake_port, port = unused_port(), unused_port()
@@ -66,19 +74,23 @@ class Deployment:
             arguments=arguments,
             is_cpu=True,
         )
-        decode = described[1]
-        connector = {**decode.connector, "kv_load_failure_policy": load_failure_policy}
-        described = (
-            _with_workers(described[0], prefill_workers, divided_by),
-            msgspec.structs.replace(decode, connector=connector),
+        prefill, decode = described
+        decode = msgspec.structs.replace(
+            decode, connector={**decode.connector, "kv_load_failure_policy": load_failure_policy}
         )
-        self.prefill, self.decode = (
-            vllm_server(
-                msgspec.structs.replace(one, port=unused_port(), environment={**one.environment, **QUIET, **probe}),
-                place,
+
+        def make(server: VllmServer) -> Server:
+            own = (environment or {}).get(server.name, {})
+            others = (beside or {}).get(server.name, ())
+            described = msgspec.structs.replace(
+                server,
+                port=unused_port(),
+                connector=_together(server, others, is_first=is_first) if others else server.connector,
+                environment={**server.environment, **QUIET, **probe, **own},
             )
-            for one in described
-        )
+            return vllm_server(described, place)
+
+        self.prefill, self.decode = make(_with_workers(prefill, prefill_workers, divided_by)), make(decode)
         self._texts: dict[tuple[str, int], str] = {}
 
     def __enter__(self) -> Self:
@@ -125,6 +137,14 @@ class Deployment:
         assert answer.text == await self.text(client, prompt, tokens)
         after = await metrics(client, self.decode.url)
         assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
+
+
+def _together(server: VllmServer, others: Sequence[Mapping[str, Any]], *, is_first: bool) -> dict[str, Any]:
+    """Put a server's connector and others into one MultiConnector."""
+    policy = {"kv_load_failure_policy": server.connector.get("kv_load_failure_policy", "fail")}
+    own = {**server.connector, "kv_role": server.role}
+    connectors = [own, *others] if is_first else [*others, own]
+    return {"kv_connector": "MultiConnector", **policy, "kv_connector_extra_config": {"connectors": connectors}}
 
 
 def _with_workers(server: VllmServer, count: int, divided_by: str) -> VllmServer:

@@ -75,7 +75,7 @@ def test_counters_are_right_in_the_step_that_vllm_is_told_in(monkeypatch: pytest
         assert move.transfer is not None
         move.transfer.until_safe(10.0)
         monkeypatch.setattr(target.ranks, "completed", lambda: [SimpleNamespace(transfer=move.transfer)])
-        while target.scheduler.awaits_proof:
+        while target.scheduler.awaits_report:
             output = step()
             freed += output.kv_connector_stats.data["kvflow_freed_blocks"] if output.kv_connector_stats else []
         assert freed == [len(DECODE)]
