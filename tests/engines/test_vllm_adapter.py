@@ -152,7 +152,7 @@ class Server:
             on_recomputed=lambda *it: self.recomputed.append(it),
         )
         self.pool = Pool()
-        self.scheduler.pool = self.pool
+        self.scheduler.held.pool = self.pool
         self.told = Results()
         self.awaited: set[str] = set()
         self.num_held = self.num_shown = 0
@@ -423,7 +423,7 @@ def test_every_request_that_vllm_waits_for_is_told(kinds: list[str], *, is_compl
     }
     groups = describe_groups([made[kind] for kind in kinds])
     scheduler = ConnectorScheduler(groups, is_prefill=True, is_decode=False)
-    scheduler.pool = Pool()
+    scheduler.held.pool = Pool()
     request = asked("p", {"do_remote_decode": True})
     request._all_token_ids, request.num_prompt_tokens = list(range(PROMPT)), PROMPT
     scheduler.add(request)
@@ -1144,7 +1144,7 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     ticket, pool = pair[0].ranks.ticket, Pool()
     assert ticket is not None
     scheduler.ticket = ticket
-    scheduler.pool = pool
+    scheduler.held.pool = pool
     request = asked("p", {"do_remote_decode": True}, num_tokens)
     request._all_token_ids, request.num_prompt_tokens = list(prompt), num_tokens
     scheduler.add(request)

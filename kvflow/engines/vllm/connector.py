@@ -114,7 +114,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.pool = gpu_block_pool
+        self._scheduler.held.pool = gpu_block_pool
 
     @override
     def on_new_request(self, request: Any) -> None:

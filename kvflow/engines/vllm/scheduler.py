@@ -26,18 +26,13 @@ from kvflow.engines.vllm.dialect import (
     withdrawn_room,
 )
 from kvflow.engines.vllm.groups import Group
+from kvflow.engines.vllm.held import HeldBlocks
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.shortage import BlockShortage
 
 __all__ = ["ConnectorScheduler"]
 
 LOGGER: Final = adapter_logger("vllm.kvflow")
-
-PROOF_S: Final = 60.0
-"""How long vLLM continues to step only to learn that held blocks are safe.
-
-Later, it learns it with the next request.
-"""
 
 
 @dataclass(eq=False)
@@ -85,7 +80,7 @@ class ConnectorScheduler:
     Attributes:
         ticket: One of the tickets of the first worker; None until workers have reported theirs.
         shares_answers: Another connector keeps the same requests, and vLLM lets only one of them answer with a key.
-        pool: The pool that blocks belong to, once vLLM has one.
+        held: Blocks that vLLM must not use for anything else.
         is_empty: The last step has computed nothing.
     """
 
@@ -105,7 +100,7 @@ class ConnectorScheduler:
         self._trust = trust
         self.ticket: Mapping[str, object] | None = None
         self.shares_answers = False
-        self.pool: Any = None
+        self.held = HeldBlocks()
         self.is_empty = False
         self._rooms: dict[str, _Sending] = {}
         self._sending: dict[str, _Sending] = {}
@@ -118,9 +113,6 @@ class ConnectorScheduler:
         self._followers: dict[str, str] = {}
         self._orders = StepOrders()
         self._shortage = BlockShortage()
-        self._kept: dict[str, list[int]] = {}
-        self._num_held = 0
-        self._held_at = 0.0
 
     def add(self, request: Any) -> None:
         """Accept a request: both sides start before there are blocks for it."""
@@ -257,8 +249,8 @@ class ConnectorScheduler:
                 self._orders.preempted.append(request_id)
         if self._sending:
             self._order_chunks(output)
-        if self.pool is not None:
-            self._orders.reclaimed |= self._shortage.reclaim(len(self.pool.blocks), time.monotonic())
+        if self.held.pool is not None:
+            self._orders.reclaimed |= self._shortage.reclaim(len(self.held.pool.blocks), time.monotonic())
         orders, self._orders = self._orders, StepOrders()
         orders.is_empty = self.is_empty = not output.total_num_scheduled_tokens
         return orders
@@ -282,7 +274,9 @@ class ConnectorScheduler:
         given = self._offered(blocks, start, stop, sending)
         order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
         if order.is_last:
-            self._keep(sending.request_id, self._offered(blocks, 0, stop, sending))
+            all_given = self._offered(blocks, 0, stop, sending)
+            kept = [block for one in all_given if one is not None for block in one.blocks]
+            self.held.keep(sending.request_id, kept)
         self._orders.chunks[sending.request_id] = order
 
     def _lose(self, sending: _Sending, reason: str) -> None:
@@ -303,15 +297,6 @@ class ConnectorScheduler:
             else None
             for group, table in zip(self._groups, tables, strict=True)
         ]
-
-    def _keep(self, request_id: str, offered: Iterable[GroupBlocks | None]) -> None:
-        """Keep all blocks that are sent until they were: vLLM may preempt the request, or its window moves on."""
-        blocks = [block for given in offered if given is not None for block in given.blocks]
-        self._kept[request_id] = blocks
-        self.pool.touch(self._of_pool(blocks))
-
-    def _let_go(self, request_id: str) -> None:
-        self.pool.free_blocks(self._of_pool(self._kept.pop(request_id, [])))
 
     def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request in vLLM.
@@ -340,7 +325,7 @@ class ConnectorScheduler:
             return False, None
         self._ended[request_id] = sending
         self._orders.awaited.append(request_id)
-        self._shortage.pin(request_id, len(self._kept.get(request_id, ())), time.monotonic())
+        self._shortage.pin(request_id, self.held.num_kept(request_id), time.monotonic())
         return True, params
 
     def _answered(self, sending: _Sending, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
@@ -375,7 +360,7 @@ class ConnectorScheduler:
     def take_sent(self, request_ids: Iterable[str]) -> None:
         """Handle requests whose blocks are no longer needed for sending."""
         for request_id in request_ids:
-            self._let_go(request_id)
+            self.held.let_go(request_id)
             if (sending := self._ended.pop(request_id, None)) is not None:
                 self._forget(sending)
 
@@ -390,17 +375,10 @@ class ConnectorScheduler:
             del self._leaders[key]
 
     def take_report(self, report: WorkerReport) -> None:
-        """Hold a reference to blocks that are not safe yet, so that they stay out of vLLM's pool until they are.
-
-        vLLM calls this before it frees the blocks of the requests that end with the same report.
-        """
+        """Handle a report; vLLM calls this before it frees the blocks of the requests that end with it."""
         if self.ticket is None and report.tickets:
             self.ticket = min(report.tickets, key=itemgetter("engine_rank"))
-        self.pool.touch(self._of_pool(report.held))
-        self.pool.free_blocks(self._of_pool(report.freed))
-        self._num_held += len(report.held) - len(report.freed)
-        if report.held:
-            self._held_at = time.monotonic()
+        self.held.take_report(report)
         self._shortage.note_asked(it for it in report.asked if it in self._sending or it in self._ended)
         for request_id in report.lost:
             if (sending := self._sending.get(request_id)) is not None:
@@ -421,11 +399,7 @@ class ConnectorScheduler:
 
         That is the ticket of the first one, and that blocks are safe.
         """
-        is_held = self._num_held > 0 and time.monotonic() < self._held_at + PROOF_S
-        return is_held or (self._is_prefill and self.ticket is None)
-
-    def _of_pool(self, blocks: Iterable[int]) -> list[Any]:
-        return [self.pool.blocks[block] for block in blocks]
+        return self.held.awaits_proof or (self._is_prefill and self.ticket is None)
 
 
 def _is_only_to_be_told(request: Any) -> bool:
