@@ -18,10 +18,36 @@ from kvflow.errors import RouteError
 from kvflow.geometry.expected import ExpectedBytes
 from kvflow.geometry.layout import HeldRegion, KVLayout, Region, RegionKey
 from kvflow.geometry.memory import Location
-from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, layers_within, overlap_pattern
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, count_shared, layers_within, overlap_pattern
 from kvflow.geometry.routes import RegionSlice, Route, check_cells_match
 
-__all__ = ["BoundRoute", "CopyGroup", "SlotGeometry", "bind_route"]
+__all__ = ["BoundRoute", "CopyGroup", "ShardOverlap", "SlotGeometry", "bind_route"]
+
+
+class ShardOverlap(NamedTuple):
+    """The tokens that both sides hold.
+
+    Attributes:
+        period: Tokens after which the pattern repeats.
+        held: Tokens in a period that both sides hold.
+        runs: Upper bound for the runs that these form, without crossing a page boundary of either side; 0 if both sides
+            hold the same tokens, whose runs end at page boundaries alone.
+    """
+
+    period: int
+    held: int
+    runs: int
+
+    @classmethod
+    def from_regions(cls, source: HeldRegion, target: HeldRegion) -> "ShardOverlap":
+        """Compare the token shards of two regions; raise LayoutError if they are incompatible."""
+        src, dst = source.shard, target.shard
+        _, period = overlap_pattern(src, dst)
+        held = count_shared((0, period), src, dst)
+        if src == dst or src.size == dst.size == 1:
+            return cls(period, held, 0)
+        steps = (shard.interleave for shard in (src, dst) if shard.size > 1)
+        return cls(period, held, held // math.gcd(source.region.tokens_per_slot, target.region.tokens_per_slot, *steps))
 
 
 class SlotGeometry(NamedTuple):
@@ -54,7 +80,7 @@ class CopyGroup:
         num_heads: Heads of each slice.
         head_bytes: Size of a cell.
         tokens_per_cell: Tokens that share a cell.
-        shard_step: Distance, in tokens, at which shards may change; 0 if both sides hold every token.
+        shards: How the token shards of the two sides overlap.
         layers: int64[num_slices], global layer of each slice.
         src_bases: uint64[num_slices], address of the first wanted head of page 0, token 0 on the sending side.
         dst_bases: uint64[num_slices], the same on the receiving side.
@@ -67,7 +93,7 @@ class CopyGroup:
     num_heads: int
     head_bytes: int
     tokens_per_cell: int
-    shard_step: int
+    shards: ShardOverlap
     layers: NDArray[np.int64]
     src_bases: NDArray[np.uint64]
     dst_bases: NDArray[np.uint64]
@@ -90,16 +116,19 @@ class CopyGroup:
 
     @functools.cached_property
     def pages_contiguous(self) -> bool:
-        """Whether neighbouring pages of the pools are contiguous on both sides."""
+        """Whether neighbouring pages of the pools are contiguous on both sides, and hold the same tokens."""
         strides = (self.src.page_bytes(self.tokens_per_cell), self.dst.page_bytes(self.tokens_per_cell))
-        return self.tokens_contiguous and strides == (self.src.slot_stride, self.dst.slot_stride)
+        is_dense = self.tokens_contiguous and not self.shards.runs
+        return is_dense and strides == (self.src.slot_stride, self.dst.slot_stride)
 
     def max_descriptors(self, num_tokens: int, layers: LayerRange = ALL_LAYERS) -> int:
         """Return an upper bound for the number of descriptors of some tokens and layers, before long ones are split."""
-        cuts = num_tokens // self.src.tokens_per_slot + num_tokens // self.dst.tokens_per_slot + 3
-        if self.shard_step:
-            cuts = num_tokens // math.gcd(self.shard_step, self.src.tokens_per_slot, self.dst.tokens_per_slot) + 3
-        num_cells = num_tokens // self.tokens_per_cell + 2
+        num_periods = -(-num_tokens // self.shards.period)
+        held = num_periods * self.shards.held
+        cuts = held // self.src.tokens_per_slot + held // self.dst.tokens_per_slot + 3
+        if self.shards.runs:
+            cuts = num_periods * self.shards.runs + 2
+        num_cells = held // self.tokens_per_cell + 2
         runs = min(cuts, num_cells) if self.tokens_contiguous else num_cells
         num_slices = len(self.layers) if layers == ALL_LAYERS else np.count_nonzero(layers_within(self.layers, layers))
         return int(num_slices) * runs * (1 if self.heads_contiguous else self.num_heads)
@@ -141,7 +170,7 @@ class BoundRoute(NamedTuple):
         return all(group.pages_contiguous for group in self.copy_groups)
 
 
-_GroupShape = tuple[str, SlotGeometry, SlotGeometry, int, int, int, int]
+_GroupShape = tuple[str, SlotGeometry, SlotGeometry, int, int, int, ShardOverlap]
 """The first fields of a `CopyGroup`."""
 
 
@@ -162,7 +191,6 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
         source = _holding_for(region_slice, src_holdings, "prefill")
         target = _holding_for(region_slice, dst_holdings, "decode")
         check_cells_match(region_slice.key, source, target)
-        overlap_pattern(source.shard, target.shard)
         num_heads = region_slice.heads[1] - region_slice.heads[0]
         region = source.region
         shape = (
@@ -172,7 +200,7 @@ def bind_route(route: Route, src: KVLayout, dst: KVLayout) -> BoundRoute:
             num_heads,
             region.head_bytes,
             region.tokens_per_cell,
-            math.gcd(*(side.shard.interleave for side in (source, target) if side.shard.size > 1)),
+            ShardOverlap.from_regions(source, target),
         )
         bases = (region_slice.layer, _base(region, region_slice), _base(target.region, region_slice))
         groups.setdefault(shape, []).append(bases)

@@ -18,7 +18,7 @@ from kvflow.geometry.binding import BoundRoute, CopyGroup
 from kvflow.geometry.memory import Location
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.plan import ComponentSlice, Descriptors
-from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, cell_range, layers_within
+from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, cell_range, held_range, layers_within
 
 __all__ = ["BlockLists", "Blocks", "RouteBlocks", "run_extents"]
 
@@ -104,10 +104,11 @@ class _GroupBlocks:
         """Divide a component slice into whole pages and single cells; None if blocks cannot express it."""
         tokens_per_cell = self.group.tokens_per_cell
         src, dst = component.src.in_cells(tokens_per_cell), component.dst.in_cells(tokens_per_cell)
-        if src.shard.size > 1 or dst.shard.size > 1:
-            return None
         size = src.page_size
         start, stop = cell_range(component.tokens, tokens_per_cell, final=component.final)
+        if src.shard.size > 1:  # both sides hold the same tokens, or the route would have no blocks
+            start, stop = held_range((start, stop), src.shard)
+            src, dst = src.in_places(), dst.in_places()
         if start == stop:
             return []
         src.check_covers((start, stop), side="src")
@@ -158,7 +159,7 @@ class RouteBlocks:
 
         Returns:
             None if there are no blocks or too many, or if the chunk needs descriptors: it begins or ends within a page
-            of interleaved tensors, the tokens are sharded, or components are in several locations.
+            of interleaved tensors, or components are in several locations.
 
         Raises:
             PlanError: A page table does not cover its tokens.
@@ -227,8 +228,8 @@ def _most_blocks(route: BoundRoute) -> int:
 
 
 def _page_is_block(group: CopyGroup) -> bool:
-    """Return whether the wanted cells of a page have no gaps, and the same order on both sides."""
-    if group.src.tokens_per_slot != group.dst.tokens_per_slot:
+    """Return whether the wanted cells of a page have no gaps, and are the same in the same order on both sides."""
+    if group.src.tokens_per_slot != group.dst.tokens_per_slot or group.shards.runs:
         return False
     head_bytes = _cells_per_page(group) * group.head_bytes
     is_head_major = all(

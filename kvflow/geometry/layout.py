@@ -264,6 +264,7 @@ class Component(msgspec.Struct, frozen=True, dict=True):
         return (
             f"{self.name}: {', '.join(tensors)}, layers {min(layers)}-{max(layers)}, heads {', '.join(heads)}, "
             f"{self.slots} pages of {self.tokens_per_slot} tokens and {self.page_bytes} bytes"
+            f"{', ' * (self.shard.size > 1)}{self.shard.summary}"
         )
 
     @cached_property

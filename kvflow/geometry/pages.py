@@ -83,6 +83,10 @@ class PageTable(NamedTuple):
         skipped = self.first_token // self.page_size
         return self.pages[first - skipped : last - skipped]
 
+    def in_places(self) -> "PageTable":
+        """Return the table as if the held tokens were all, for two sides that hold the same: ranges are then places."""
+        return self._replace(shard=WHOLE)
+
     def in_cells(self, tokens_per_cell: int) -> "PageTable":
         """Return the table for a tensor in which several tokens share a cell, counted in cells."""
         if tokens_per_cell == 1:
@@ -293,6 +297,8 @@ def pair_pages(tokens: TokenRange, src: PageTable, dst: PageTable, *, joined: bo
     """
     src.check_covers(tokens, side="src")
     dst.check_covers(tokens, side="dst")
+    if src.shard.size > 1 and src.shard == dst.shard:
+        tokens, src, dst = held_range(tokens, src.shard), src.in_places(), dst.in_places()
     is_plain = src.page_size == dst.page_size and src.shard.size == dst.shard.size == 1
     if joined and is_plain and tokens[0] < tokens[1]:
         return _joined_runs(tokens, src, dst)

@@ -74,6 +74,12 @@ class TokenShard(msgspec.Struct, frozen=True, array_like=True):
         """Tokens after which the pattern repeats."""
         return self.size * self.interleave
 
+    @property
+    def summary(self) -> str:
+        """Which tokens these are, in words for the log; empty if they are all."""
+        every = f"{self.interleave} of every {self.period} tokens"
+        return f"{every} from {self.rank * self.interleave} on" if self.size > 1 else ""
+
     def held_before(self, position: int) -> int:
         """Count the held tokens below `position`."""
         periods, rest = divmod(position, self.period)
@@ -175,7 +181,9 @@ def cell_range(tokens: TokenRange, tokens_per_cell: int, *, final: bool) -> Toke
 
 def overlap_pattern(src: TokenShard, dst: TokenShard) -> tuple[int, int]:
     """Return step and period, in tokens, of the overlap of two shards; LayoutError if it is too long to be meant."""
-    step, period = math.gcd(src.interleave, dst.interleave), math.lcm(src.period, dst.period)
+    sharded = [shard for shard in (src, dst) if shard.size > 1]
+    step = math.gcd(*(shard.interleave for shard in sharded)) or 1
+    period = math.lcm(*(shard.period for shard in sharded))
     if period // step > MAX_OVERLAP_STEPS:
         raise LayoutError("token shards are incompatible", prefill=src, decode=dst)
     return step, period

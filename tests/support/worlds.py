@@ -5,7 +5,8 @@ of a rank by counting.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,17 @@ from msgspec.structs import replace
 
 from kvflow.geometry import Component, Descriptors, KVLayout, Location, MemoryRange, Region, TokenShard, head_range
 
-__all__ = ["ComponentSpec", "Rank", "RankBuilder", "Split", "TensorSpec", "World", "execute", "worlds"]
+__all__ = [
+    "ComponentSpec",
+    "Rank",
+    "RankBuilder",
+    "Split",
+    "TensorSpec",
+    "World",
+    "build_ranks",
+    "execute",
+    "worlds",
+]
 
 UNTOUCHED = 0xEE
 TP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -223,13 +234,17 @@ def ranges(draw: st.DrawFn, spec: ComponentSpec) -> tuple[tuple[int, int], list[
 
 @dataclass(frozen=True)
 class Split:
-    """How one side splits the model; groups of `context` ranks split the tokens of each paged component."""
+    """How one side splits the model; groups of `context` ranks split the tokens of the `sharded` components."""
 
     tp: int
     pp: int
     context: int
     interleave: int
     page_size: int
+    sharded: frozenset[str] = frozenset()
+
+    def shard(self, spec: ComponentSpec, rank: int) -> TokenShard:
+        return TokenShard(self.context, rank, self.interleave) if spec.name in self.sharded else TokenShard()
 
 
 @st.composite
@@ -238,28 +253,42 @@ def splits(draw: st.DrawFn, specs: list[ComponentSpec]) -> Split:
     fitting = [tp for tp in TP_SIZES if all(not (total % tp and tp % total) for total in totals)]
     grain = max(spec.grain for spec in specs if spec.kind == "paged")
     page_size = grain * draw(st.sampled_from([1, 2, 3, 4]))
-    context = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    context = draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
     interleave = grain * draw(st.sampled_from([1, 2, page_size // grain]))
-    return Split(draw(st.sampled_from(fitting)), draw(st.integers(1, 3)), context, interleave, page_size)
+    paged = [spec.name for spec in specs if spec.kind == "paged"]
+    sharded = draw(st.sampled_from([frozenset(paged), frozenset(paged), frozenset(paged[:1]), frozenset(paged[1:])]))
+    return Split(draw(st.sampled_from(fitting)), draw(st.integers(1, 3)), context, interleave, page_size, sharded)
 
 
 @st.composite
 def ranks(draw: st.DrawFn, specs: list[ComponentSpec], *, is_decode: bool, high: bool) -> dict[int, Rank]:
-    split = draw(splits(specs))
-    has_draft = draw(st.booleans())
+    split, has_draft = draw(splits(specs)), draw(st.booleans())
+    seeds = iter(lambda: draw(st.integers(0, 2**32 - 1)), None)
+    return build_ranks(specs, split, seeds, is_decode=is_decode, has_draft=has_draft, high=high)
+
+
+def build_ranks(
+    specs: Sequence[ComponentSpec],
+    split: Split,
+    seeds: Iterable[int],
+    *,
+    is_decode: bool,
+    has_draft: bool = False,
+    high: bool = False,
+) -> dict[int, Rank]:
+    """Build the ranks of one side; each seed decides how the memory of a rank is laid out."""
     found: dict[int, Rank] = {}
-    for stage in range(split.pp):
-        for context in range(split.context):
-            for tp_rank in range(split.tp):
-                builder = RankBuilder(draw(st.integers(0, 2**32 - 1)), split, is_decode=is_decode, high=high)
-                for spec in specs:
-                    layers = list(np.array_split(np.array(spec.layers), split.pp)[stage].tolist())
-                    if layers and stage == split.pp - 1 and (has_draft or is_decode):
-                        layers += [max(spec.layers) + 1 + index for index in range(spec.draft)]
-                    builder.add(spec, layers, tp_rank, TokenShard(split.context, context, split.interleave))
-                rank = builder.build()
-                if rank is not None:
-                    found[len(found)] = rank
+    places = itertools.product(range(split.pp), range(split.context), range(split.tp))
+    for (stage, context, tp_rank), seed in zip(places, seeds, strict=False):
+        builder = RankBuilder(seed, split, is_decode=is_decode, high=high)
+        for spec in specs:
+            layers = list(np.array_split(np.array(spec.layers), split.pp)[stage].tolist())
+            if layers and stage == split.pp - 1 and (has_draft or is_decode):
+                layers += [max(spec.layers) + 1 + index for index in range(spec.draft)]
+            builder.add(spec, layers, tp_rank, split.shard(spec, context))
+        rank = builder.build()
+        if rank is not None:
+            found[len(found)] = rank
     return found
 
 
@@ -285,8 +314,7 @@ class RankBuilder:
         regions = [
             self._region(tensor, layer, spec, slots, size, tp_rank) for layer in layers for tensor in spec.tensors
         ]
-        whole = TokenShard() if is_slot else shard
-        self._components.append(Component(spec.name, tuple(regions), spec.kind, whole))
+        self._components.append(Component(spec.name, tuple(regions), spec.kind, shard))
         self._tables[spec.name] = self._rng.permutation(slots)[:needed].tolist()
 
     def build(self) -> Rank | None:
