@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from kvflow.errors import LayoutError, PlanError
 from kvflow.geometry.layout import MAX_SLOTS
-from kvflow.geometry.pages import PageIndices, TokenPages
-from kvflow.geometry.ranges import MAX_TOKENS, TokenRange, check_range
+from kvflow.geometry.pages import PageIndices, TokenPages, pages_spanned
+from kvflow.geometry.ranges import MAX_TOKENS, TokenRange, TokenShard, check_range, held_range
 
 __all__ = [
     "HeadSlice",
@@ -20,6 +20,7 @@ __all__ = [
     "head_slice",
     "prompt_tokens",
     "ring_pages",
+    "shard_pages",
     "stage_slices",
     "total_heads",
     "window_tokens",
@@ -284,6 +285,41 @@ def ring_pages(tokens: TokenRange, ring_size: int, *, row: int) -> TokenPages:
         raise PlanError("token range is longer than the ring", tokens=(start, stop), ring_size=ring_size)
     places = np.arange(start, stop, dtype=np.int64) % ring_size + row * ring_size
     return TokenPages((start, stop), places.astype(np.uint32))
+
+
+def shard_pages(tokens: TokenRange, pages: PageIndices, shard: TokenShard, page_size: int) -> TokenPages:
+    """Return the pages of one context-parallel rank, from a table that is the same on all ranks of its group.
+
+    Engines allocate one page on every rank for each `page_size * shard.size` tokens (a *virtual* block or page in vLLM
+    and SGLang). The first and the last of these may hold none of the tokens on this rank.
+
+    Args:
+        tokens: Positions `[start, stop)`.
+        pages: One page for each `page_size * shard.size` tokens that the range touches, in token order.
+        shard: The tokens that this rank holds; `interleave` divides the page size.
+        page_size: Tokens of a page on one rank.
+
+    Returns:
+        The tokens, and the pages that hold those of the rank.
+
+    Raises:
+        PlanError: There are too many or too few pages, the range is invalid, or `interleave` does not divide the page
+            size, so that the ranks' pages hold tokens of different ranges.
+    """
+    first, needed = tokens[0] // (page_size * shard.size), pages_spanned(tokens, page_size * shard.size)
+    if len(pages) != needed or (shard.size > 1 and page_size % shard.interleave):
+        raise PlanError(
+            "pages do not fit the tokens and the shard",
+            tokens=tokens,
+            pages=len(pages),
+            needed=needed,
+            page_size=page_size,
+            shard=shard,
+        )
+    start, stop = held_range(tokens, shard)
+    held = pages_spanned((start, stop), page_size)
+    skipped = start // page_size - first
+    return TokenPages(tokens, pages[skipped : skipped + held])
 
 
 def _indices(indices: PageIndices, name: str) -> NDArray[Any]:

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvflow.errors import LayoutError
+from kvflow.errors import LayoutError, PlanError
 from kvflow.geometry import (
     BoundRoute,
     ComponentSlice,
@@ -14,9 +16,11 @@ from kvflow.geometry import (
     bind_route,
     compile_routes,
     plan,
+    shard_pages,
 )
 from kvflow.geometry.ranges import overlap_pattern
 from tests.support.contexts import PAIRS, context_world, split
+from tests.support.examples import examples
 from tests.support.links import links, max_descriptors, send
 from tests.support.pools import PagedShape, Pool
 from tests.support.worlds import Split
@@ -123,3 +127,29 @@ def test_log_says_which_tokens_a_rank_holds() -> None:
     assert "tokens from" not in component.summary
     sharded = replace(component, shard=TokenShard(4, 3, 16))
     assert sharded.summary.endswith(", 16 of every 64 tokens from 48 on")
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_pages_of_a_rank_are_those_that_hold_its_tokens(data: st.DataObject) -> None:
+    """An engine puts the token at position `t` into place `t` of its group's pages, one page on each rank at a time."""
+    size, page_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    interleave = data.draw(st.sampled_from([step for step in range(1, page_size + 1) if page_size % step == 0]))
+    rank, stop = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 60))
+    start = data.draw(st.integers(0, stop))
+    pages = data.draw(st.permutations(range(60)))
+    span = page_size * size
+    virtual = [
+        pages[number] for number in range(60) if any(start <= t < stop and t // span == number for t in range(60))
+    ]
+    held = [token for token in range(start, stop) if token // interleave % size == rank]
+    expected = list(dict.fromkeys(pages[token // span] for token in held))
+    shard = TokenShard(size, rank, interleave)
+    assert shard_pages((start, stop), virtual, shard, page_size) == ((start, stop), expected)
+    with pytest.raises(PlanError, match="do not fit"):
+        shard_pages((start, stop), [*virtual, 0], shard, page_size)
+
+
+def test_pages_that_ranks_fill_with_tokens_of_different_ranges_are_refused() -> None:
+    with pytest.raises(PlanError, match="do not fit"):
+        shard_pages((0, 8), [1], TokenShard(2, 0, 8), 4)

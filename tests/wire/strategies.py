@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from kvflow.errors import FailureReason, Stage
 from kvflow.geometry.layout import Component, KVLayout, Region
 from kvflow.geometry.memory import ADDRESS_LIMIT, Location
+from kvflow.geometry.ranges import TokenShard
 from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.wire import messages as wm
 
@@ -67,7 +68,9 @@ def components(draw: st.DrawFn, name: str) -> Component:
         region = draw(regions(tensor, layer, pages))
         if all(region.end <= other.address or other.end <= region.address for other in apart):
             apart.append(region)
-    return Component(name, tuple(apart))
+    size = draw(st.integers(1, 256))
+    shard = TokenShard(size, draw(st.integers(0, size - 1)), draw(st.integers(1, 2**16)))
+    return Component(name, tuple(apart), shard=shard)
 
 
 kinds: Final = st.sampled_from(["DRAM", "VRAM"])
