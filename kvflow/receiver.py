@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 import anyio.lowlevel
 from typing_extensions import override
 
-from kvflow.errors import FailureReason, KvflowError, LocalProtocolError
+from kvflow.errors import KvflowError, LocalProtocolError
 from kvflow.geometry.pages import Pages
 from kvflow.geometry.ranges import TokenRange
 from kvflow.observe.breakdown import Breakdown, Timeline
@@ -18,6 +18,7 @@ from kvflow.state import effects as ef
 from kvflow.state import events as ev
 from kvflow.state.quarantine import NO_MEMORY
 from kvflow.transfer import Transfer
+from kvflow.wire.messages import Failure
 
 if TYPE_CHECKING:
     from kvflow.decode import DecodeRank
@@ -214,6 +215,5 @@ class RoomReceiver(Transfer):
             self._raise_if_untold()
 
     @override
-    def _abort(self) -> None:
-        detail = "the decode engine aborted the transfer"
-        self._rank._dispatch(ev.ReceiveAborted(self.room, self._rank._new_failure(FailureReason.ABORTED, detail)))
+    def _report_abort(self, failure: Failure) -> None:
+        self._rank._dispatch(ev.ReceiveAborted(self.room, failure))

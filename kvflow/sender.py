@@ -370,6 +370,5 @@ class RoomSender(Transfer):
             self._raise_if_untold()
 
     @override
-    def _abort(self) -> None:
-        detail = "the prefill engine aborted the transfer"
-        self._rank._dispatch(ev.SendAborted(self.room, self._rank._new_failure(FailureReason.ABORTED, detail)))
+    def _report_abort(self, failure: Failure) -> None:
+        self._rank._dispatch(ev.SendAborted(self.room, failure))

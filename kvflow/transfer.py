@@ -262,8 +262,11 @@ class Transfer(abc.ABC):
     def _open_room(self) -> None:
         """Start the transfer, as entering the block does. If it is refused, this raises, and nothing has changed."""
 
-    def abort(self) -> None:
+    def abort(self, detail: str = "") -> None:
         """Abort the transfer, unless its outcome is already decided. Its pages may not be safe yet; check `memory`.
+
+        Args:
+            detail: Why, for log lines and for the failure on the other side (reason `aborted`).
 
         Raises:
             LocalProtocolError: It is called on another event loop or thread.
@@ -271,10 +274,12 @@ class Transfer(abc.ABC):
         if self._has_begun and not self._is_refused and not self._decided.is_set:
             self._rank._check_loop()
             self._is_given_up = True
-            self._abort()
+            text = f"the {self._rank._role} engine aborted the transfer"
+            failure = self._rank._new_failure(FailureReason.ABORTED, f"{text}: {detail}" if detail else text)
+            self._report_abort(failure)
 
     @abc.abstractmethod
-    def _abort(self) -> None:
+    def _report_abort(self, failure: Failure) -> None:
         """Report the abort to the core."""
 
     async def _wait_until_decided(self) -> None:

@@ -110,9 +110,13 @@ class BlockingTransfer:
         changes.wait(lambda: self.memory is Memory.SAFE or changes.is_closed, timeout_s)
         return self.memory
 
-    def abort(self) -> None:
-        """Abort the transfer. Its pages may not be safe yet; check `memory`. Does nothing if it has already ended."""
-        self._tell(self._transfer.abort)
+    def abort(self, detail: str = "") -> None:
+        """Abort the transfer. Its pages may not be safe yet; check `memory`. Does nothing if it has already ended.
+
+        Args:
+            detail: Why, for log lines and for the failure on the other side (reason `aborted`).
+        """
+        self._tell(partial(self._transfer.abort, detail))
 
     def _tell(self, call: Callable[[], None]) -> None:
         """Make a call on the event loop, unless the transfer has an outcome."""
@@ -335,7 +339,7 @@ class BlockingSender(BlockingTransfer):
     def _give_up(self, error: KvflowError) -> None:
         if self.outcome is Outcome.PENDING:  # else the transfer has already failed and reported why
             self._fail(FailureReason.ABORTED, error)
-            self._sender.abort()
+            self._sender.abort(str(error))
         self._chunks.clear()
 
     def _quiesce(self) -> None:
@@ -423,7 +427,7 @@ class BlockingReceiver(BlockingTransfer):
                 self._rank._note_begun(self)
         except KvflowError as error:
             self._fail(reason_of(error), error)
-            self._receiver.abort()
+            self._receiver.abort(str(error))
         self._queued = None  # last, so that `memory` stays HELD until the rank has the pages
 
     @property

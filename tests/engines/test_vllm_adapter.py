@@ -356,7 +356,7 @@ def test_preempted_request_is_sent_from_its_new_blocks(
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_decode_leaves(pair: tuple[Server, Server], has_blocks: bool) -> None:
-    """Prefill gets its blocks back at once."""
+    """Prefill gets its blocks back at once, and learns why."""
     source, target = pair
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
@@ -368,10 +368,11 @@ def test_decode_leaves(pair: tuple[Server, Server], has_blocks: bool) -> None:
     target.scheduler.add(asked_for)
     target.step()
     if has_blocks:
-        target.scheduler.allocated(asked_for, [DECODE], PROMPT)
-    assert target.scheduler.finished(asked_for, is_complete=False) == (False, None)
+        target.scheduler.allocated(asked_for, [DECODE], PROMPT - 1)
+    assert target.scheduler.finished(asked_for, is_complete=False, status="FINISHED_ABORTED") == (False, None)
     target.step(finished=["d"])
     source.until(lambda: "p" in source.told.sent)
+    assert "decode engine aborted the transfer: FINISHED_ABORTED" in why(source)
     if has_blocks:
         target.until(lambda: "d" in target.told.received)
         target.until(lambda: not any(target.pool.holders))
@@ -386,12 +387,38 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
     source.step({"p": (0, 6, PREFILL)})
     params = dict(reply_of(source))
     begin_decode(target, params)
-    assert source.scheduler.finished(request, is_complete=False) == (True, None)
+    assert source.scheduler.finished(request, is_complete=False, status="FINISHED_ABORTED") == (True, None)
     source.step(finished=["p"])
     target.until(lambda: "d" in target.told.failed)
+    assert "prefill engine aborted the transfer: FINISHED_ABORTED" in why(target)
     assert target.recomputed == [("aborted", PROMPT - 1)]
     source.until(lambda: "p" in source.told.sent)
     target.until(lambda: not any(target.pool.holders))
+
+
+def why(server: Server) -> str:
+    """Return why the last transfer has failed."""
+    failure = server.ended[-1].failure
+    assert failure is not None
+    return failure.detail
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"), [(-9, 0), (-4, 0), (-1, 3), (0, 4), (1, 5), (3, 7), (4, 7), (10**9, 7)]
+)
+def test_priority_of_a_request_is_that_of_its_transfer(
+    pair: tuple[Server, Server], priority: int, expected: int
+) -> None:
+    source, target = pair
+    _, params = prefill(source)
+    request = asked("d", params)
+    request.priority = priority
+    target.scheduler._is_by_priority = True
+    target.scheduler.add(request)
+    target.step()
+    moving = target.worker._receiving["d"].transfer
+    assert isinstance(moving, BlockingReceiver)
+    assert moving._receiver._opened.priority == expected
 
 
 def reply_of(server: Server) -> Mapping[str, Any]:
@@ -760,6 +787,7 @@ def test_vllm_computes_it_after_all(pair: tuple[Server, Server]) -> None:
     target.scheduler.allocated(request, [DECODE], 0)
     target.step()
     source.until(lambda: "p" in source.told.sent)
+    assert "the decode server computes it" in why(source)
     target.step(finished=["d"])
     assert not target.told.received
 

@@ -466,21 +466,24 @@ def test_priority_travels_with_the_grant() -> None:
         assert receiver.wait() is Outcome.ABORTED
 
 
+@pytest.mark.parametrize("detail", ["", "its client has left"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_abort_ends_both_sides(side: str) -> None:
+def test_abort_ends_both_sides(side: str, detail: str) -> None:
     with pair_of_ranks() as pair:
         receiver, sender = pair.receive(1), pair.prefill.send(1)
         sender.chunk((0, 4), {"kv": [5]})
         while not np.array_equal(pair.target.cell("k", 0, 5, 0, 0), pair.source.cell("k", 0, 5, 0, 0)):
             time.sleep(1e-4)
         aborted, other = (sender, receiver) if side == "prefill" else (receiver, sender)
-        aborted.abort()
+        aborted.abort(detail)
         assert aborted.wait() is Outcome.ABORTED
         assert other.wait() is Outcome.FAILED
+        expected = f"the {side} engine aborted the transfer" + (f": {detail}" if detail else "")
         for transfer in (aborted, other):
             with pytest.raises(TransferFailed) as caught:
                 transfer.result()
             assert (caught.value.reason, caught.value.detected_by) == (FailureReason.ABORTED, f"{side}/0")
+            assert caught.value.detail == expected
             assert not caught.value.quarantined
             assert transfer.memory is Memory.SAFE
 

@@ -148,7 +148,7 @@ class DecodeManager(End[DecodeRank]):
             engine.free(state.request_id)
             return False
         one.has_blocks = True
-        with contained(lambda reason: one.receiver.abort()):  # `completed` reports it
+        with contained(one.receiver.abort):  # `completed` reports it
             tables = self._map.last(engine.blocks(state.request_id), one.prefix, num_tokens)
             one.receiver.grant(tokens=(one.prefix, num_tokens), pages=tables)
         return True
@@ -204,7 +204,7 @@ class DecodeManager(End[DecodeRank]):
     @override
     def fail_all(self, error: Exception) -> None:
         for one in list(self._arriving.values()):
-            one.receiver.abort()
+            one.receiver.abort(str(error))
             one.on_failure = "fail"
             self._give_up(one, error)
 

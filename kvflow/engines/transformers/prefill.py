@@ -117,7 +117,7 @@ class PrefillManager(End[PrefillRank]):
     def fail_all(self, error: Exception) -> None:
         self._offered.clear()
         for sender in self._senders.values():
-            sender.abort()
+            sender.abort(str(error))
         self._senders.clear()
 
     def lose(self, request_id: str) -> bool:
@@ -152,4 +152,4 @@ def _abort(sender: BlockingSender, reason: str) -> None:
     """Abort a transfer, unless it has failed meanwhile, which `completed` reports."""
     if sender.outcome is Outcome.PENDING:
         LOGGER.warning("kvflow: request %s is not handed over: %s", sender.room, reason)
-        sender.abort()
+        sender.abort(reason)

@@ -80,6 +80,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._groups,
                 is_prefill=transfer.is_kv_producer,
                 is_decode=transfer.is_kv_consumer,
+                is_by_priority=vllm_config.scheduler_config.policy == "priority",
                 trust=self._options.load_trust(),
                 on_recomputed=self._stats.note_recomputed,
             )
@@ -160,7 +161,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._times.ended(request.request_id)
-        is_needed, params = self._scheduler.finished(request, is_complete=request.status in COMPLETE)
+        is_needed, params = self._scheduler.finished(
+            request, is_complete=request.status in COMPLETE, status=request.status.name
+        )
         add_trace_context(params, getattr(request, "trace_headers", None))
         return is_needed, params
 

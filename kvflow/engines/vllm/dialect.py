@@ -57,11 +57,13 @@ class Reference(NamedTuple):
         prefill: The ticket of its room, or the address of prefill.
         room: Its room; None if the ticket contains it.
         prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not transmit it.
+        priority: kvflow's priority class of the request.
     """
 
     prefill: Mapping[str, object] | Endpoint
     room: str | None
     prompt: str | None
+    priority: int = 0
 
     @property
     def key(self) -> str:

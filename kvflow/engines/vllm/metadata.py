@@ -63,7 +63,8 @@ class StepOrders:
         granted: Tokens to receive.
         awaited: Ended requests whose blocks vLLM frees once it is told that they were sent.
         leased: Requests whose ticket leaves now.
-        abandoned: Requests that ended without a ticket.
+        abandoned: Requests that ended without a ticket, and why.
+        given_up: Requests that ended before they were received, and why.
         reclaimed: Ended requests whose blocks others need, and whether an announcement by decode does not count.
         is_empty: The step computes nothing.
     """
@@ -77,7 +78,8 @@ class StepOrders:
     granted: dict[str, GrantOrder] = field(default_factory=dict)
     awaited: list[str] = field(default_factory=list)
     leased: list[str] = field(default_factory=list)
-    abandoned: list[str] = field(default_factory=list)
+    abandoned: dict[str, str] = field(default_factory=dict)
+    given_up: dict[str, str] = field(default_factory=dict)
     reclaimed: dict[str, bool] = field(default_factory=dict)
     is_empty: bool = False
 

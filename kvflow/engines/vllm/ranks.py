@@ -72,7 +72,9 @@ class Ranks:
         """Announce a room to be received; KvflowError if the rank cannot announce it."""
         if self._decode is None:
             raise kvflow.LocalProtocolError("this server does not decode", prefill=reference.prefill)
-        return self._decode.announce(reference.room, prefill=reference.prefill, label=label)
+        return self._decode.announce(
+            reference.room, prefill=reference.prefill, label=label, priority=reference.priority
+        )
 
     def decline(self, reference: Reference, detail: str) -> None:
         """Tell prefill that a room will not be received here, if the reference is usable."""

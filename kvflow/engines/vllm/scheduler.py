@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvflow import KvflowError, Trust
 from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.priority import priority_class
 from kvflow.engines.vllm.dialect import (
     NOTHING_KEPT,
     digest_of,
@@ -74,6 +75,7 @@ class ConnectorScheduler:
         groups: Groups of vLLM's caches, each with its own block table.
         is_prefill: It may be asked to keep requests for other servers.
         is_decode: It may be asked to take over requests from other servers.
+        is_by_priority: vLLM schedules requests by priority.
         trust: Keys of this server, which sign tickets.
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
@@ -90,6 +92,7 @@ class ConnectorScheduler:
         *,
         is_prefill: bool,
         is_decode: bool,
+        is_by_priority: bool = False,
         trust: Trust | None = None,
         on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
@@ -97,6 +100,7 @@ class ConnectorScheduler:
         self._on_recomputed = on_recomputed
         self._is_prefill = is_prefill
         self._is_decode = is_decode
+        self._is_by_priority = is_by_priority
         self._trust = trust
         self.ticket: Mapping[str, object] | None = None
         self.shares_answers = False
@@ -198,7 +202,8 @@ class ConnectorScheduler:
         self._leaders[reference.key] = request_id
         self._taken_over[request_id] = reference.key
         self._announced[request_id] = len(request.prompt_token_ids)
-        self._orders.announced[request_id] = reference._replace(prompt=prompt)
+        priority = priority_class(request.priority) if self._is_by_priority else 0
+        self._orders.announced[request_id] = reference._replace(prompt=prompt, priority=priority)
 
     def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
         """Return how many tokens can be received beyond those already here; None while that is unknown.
@@ -282,7 +287,7 @@ class ConnectorScheduler:
     def _lose(self, sending: _Sending, reason: str) -> None:
         LOGGER.warning("kvflow: %s is not handed over: %s", sending.request_id, reason)
         sending.is_lost = True
-        self._orders.abandoned.append(sending.request_id)
+        self._orders.abandoned[sending.request_id] = reason
 
     def _offered(
         self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
@@ -298,8 +303,13 @@ class ConnectorScheduler:
             for group, table in zip(self._groups, tables, strict=True)
         ]
 
-    def finished(self, request: Any, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
+    def finished(self, request: Any, *, is_complete: bool, status: str = "") -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request in vLLM.
+
+        Args:
+            request: The request.
+            is_complete: Everything that it asked for was computed.
+            status: vLLM's name for how it ended, for the other side if it was not handed over.
 
         Returns:
             Whether its blocks are still needed, until the workers report otherwise; and the parameters for the router
@@ -309,6 +319,8 @@ class ConnectorScheduler:
         self._announced.pop(request_id, None)
         self._granted.pop(request_id, None)
         self._followers.pop(request_id, None)
+        if request_id in self._taken_over:
+            self._orders.given_up[request_id] = status
         self._is_here(request_id)
         other = self._others.pop(request_id, None)
         if other is not None:
@@ -318,7 +330,7 @@ class ConnectorScheduler:
             return False, None
         if not is_complete or not sending.is_sent:
             sending.is_lost = True
-            self._orders.abandoned.append(request_id)  # at once, although other answers may not have ended
+            self._orders.abandoned[request_id] = status  # at once, although other answers may not have ended
         params = self._answered(sending, request_id, is_complete=is_complete)
         if sending.sent == 0:
             self._forget(sending)
@@ -349,7 +361,10 @@ class ConnectorScheduler:
             params = dict(NOTHING_KEPT)
         if not sending.num_open:
             is_offered = sending.is_kept and not sending.is_lost
-            (self._orders.leased if is_offered else self._orders.abandoned).append(sending.request_id)
+            if is_offered:
+                self._orders.leased.append(sending.request_id)
+            else:
+                self._orders.abandoned.setdefault(sending.request_id, "vLLM has given no ticket for it")
         return own_part(params) if self.shares_answers else params
 
     def _forget(self, sending: _Sending) -> None:

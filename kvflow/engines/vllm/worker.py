@@ -132,10 +132,10 @@ class _Move:
         for given in blocks:
             self.blocks.update(dict.fromkeys(given.blocks if given is not None else ()))
 
-    def abort(self) -> None:
-        """Abort the transfer."""
+    def abort(self, why: str = "") -> None:
+        """Abort the transfer, and tell the other side why."""
         if self.transfer is not None:
-            self.transfer.abort()
+            self.transfer.abort(why)
 
 
 class ConnectorWorker:
@@ -166,6 +166,7 @@ class ConnectorWorker:
         self._patience_s = patience_s
         self._is_empty_step = False
         self._awaited: frozenset[str] = frozenset()
+        self._given_up: Mapping[str, str] = {}
         self._on_end = on_end
         self._on_blocks = on_blocks
         self._sending: dict[str, _Move] = {}
@@ -205,11 +206,14 @@ class ConnectorWorker:
         move.blocks.clear()  # vLLM takes them in any case
         if not (sender.is_quiesced or move.is_safe):
             LOGGER.warning("kvflow: %s was preempted while it was read, and is not handed over", move.request_id)
-            move.abort()  # chunks are missing, so decode cannot succeed with what it reads from now on
+            move.abort(
+                "preempted while it was read"
+            )  # chunks are missing, so decode cannot succeed with what it reads from now on
 
     def begin(self, orders: StepOrders) -> None:
         """Start new transfers, before the model runs."""
         self._is_empty_step, self._awaited = orders.is_empty, frozenset(orders.awaited)
+        self._given_up = orders.given_up
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room))
         for request_id, reference in orders.announced.items():
@@ -217,7 +221,7 @@ class ConnectorWorker:
             move.prompt = reference.prompt or ""
             self._receiving[request_id] = move
         for request_id in orders.declined:
-            self._give_up(self._receiving[request_id])
+            self._give_up(self._receiving[request_id], "the decode server computes it")
         for reference in orders.refused:
             self._ranks.decline(reference, "its prompt has no tokens")
         self._settle_ended(orders)
@@ -230,9 +234,9 @@ class ConnectorWorker:
         for request_id in orders.leased:
             if (sender := self._sender(request_id)) is not None:
                 sender.start_lease()
-        for request_id in orders.abandoned:
+        for request_id, why in orders.abandoned.items():
             if (sender := self._sender(request_id)) is not None:
-                sender.abort()
+                sender.abort(why)
         for request_id, with_announced in orders.reclaimed.items():
             if (sender := self._sender(request_id)) is not None:
                 sender.reclaim(with_announced=with_announced)
@@ -272,7 +276,7 @@ class ConnectorWorker:
             if request_id in self._sending:
                 self._over(self._sending[request_id], is_awaited=request_id in self._awaited)
             if request_id in self._receiving:
-                self._give_up(self._receiving[request_id])
+                self._give_up(self._receiving[request_id], self._given_up.get(request_id, ""))
         self._apply_updates(self._ranks.completed())
         if self._is_empty_step:
             self._await_results()
@@ -307,7 +311,7 @@ class ConnectorWorker:
 
         def fail(reason: str) -> None:
             LOGGER.warning("kvflow: %s %s: %s", move.request_id, what, reason)
-            move.abort()
+            move.abort(reason)
 
         with contained(fail):
             yield
@@ -346,10 +350,10 @@ class ConnectorWorker:
         else:
             del self._sending[move.request_id]
 
-    def _give_up(self, move: _Move) -> None:
+    def _give_up(self, move: _Move, why: str) -> None:
         """Stop receiving a request; vLLM waits for its end if it has blocks."""
         move.is_over = True
-        move.abort()
+        move.abort(why)
         if not move.is_awaited:
             del self._receiving[move.request_id]
 
