@@ -12,12 +12,18 @@ from functools import partial
 from typing import Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVReceiver,
+    CommonKVSender,
+    KVTransferError,
+    _get_bootstrap_session,
+)
 from typing_extensions import override
 
 from kvflow import ConfigError, Endpoint, FailureReason, Memory, Outcome, TransferFailed
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.containment import contained
+from kvflow.engines.sglang.bootstrap import HEADER
 from kvflow.engines.sglang.manager import KvflowKVManager
 
 __all__ = ["KvflowKVReceiver", "KvflowKVSender", "TransferEnd"]
@@ -103,16 +109,21 @@ class TransferEnd:
 
     def _refuse(self, reason: str) -> None:
         """Fail the request on both sides."""
-        self._give_up()
         self.kv_mgr.fail(self.bootstrap_room, reason)
+        self._give_up()
 
     def _give_up(self) -> None:
+        """Abort the transfer, and tell the other side why SGLang has failed the request, if it has."""
         if self.transfer is not None:
-            self.transfer.abort()
+            self.transfer.abort(self.kv_mgr.reason_of(self.bootstrap_room))
 
 
 class KvflowKVSender(TransferEnd, CommonKVSender):
     """One request on prefill."""
+
+    supports_host_tensor_indices = False
+    """kvflow checks the indices of a chunk when it is offered, so SGLang must not hand over ones that are still being
+    copied from the device. For early chunks, it waits for the copy in the scheduler's thread."""
 
     transfer: BlockingSender | None = None
     _is_offered = False
@@ -224,6 +235,9 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
 class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     """One request on decode."""
 
+    priority = 0
+    """kvflow's priority class of the request; see `plugin`, because SGLang does not pass the request on."""
+
     transfer: BlockingReceiver | None = None
     _metadata_row = -1
 
@@ -243,13 +257,19 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     @override
     def init(self, prefill_dp_rank: int) -> None:
         """Announce the request to every prefill rank."""
-        super().init(prefill_dp_rank)
         manager = self.kv_mgr
+        _get_bootstrap_session(self.bootstrap_addr).headers[HEADER] = manager.settings.backend
+        super().init(prefill_dp_rank)
         is_waiting = manager.request_status.get(self.bootstrap_room) == KVPoll.WaitingForInput
         if not is_waiting or not self._owns_bootstrap_room:
             return
+        if misfit := manager.find_misfit(self.bootstrap_addr):
+            manager.fail(self.bootstrap_room, misfit)
+            super()._send_abort_notification()  # in SGLang's own protocol
+            return
         with contained(partial(manager.fail, self.bootstrap_room)):
-            self.transfer = manager.rank.announce(self.bootstrap_room, prefill=_address_in(self.bootstrap_infos[0]))
+            prefill = _address_in(self.bootstrap_infos[0])
+            self.transfer = manager.rank.announce(self.bootstrap_room, prefill=prefill, priority=self.priority)
             manager.follow(self)
 
     @override

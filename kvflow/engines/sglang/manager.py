@@ -24,6 +24,7 @@ from kvflow import Endpoint, Memory, Outcome
 from kvflow.addresses import join_address
 from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.sglang.bootstrap import name_of_transport, transport_named_in
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
@@ -85,6 +86,7 @@ class KvflowKVManager(CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """Open the prefill rank, and register the address of the rank that answers for its group."""
         self._host = self.local_ip
+        self.kv_layout = name_of_transport(self.settings.backend)
         self._open_prefill()
         super().register_to_bootstrap()
 
@@ -197,6 +199,21 @@ class KvflowKVManager(CommonKVManager):
         held.remove(end)
         if not held:
             del self._held[end.bootstrap_room]
+
+    def find_misfit(self, bootstrap_addr: str) -> str | None:
+        """Return why requests of a prefill server cannot be received here; None if its transport is kvflow's, too."""
+        if transport_named_in(self.prefill_info_table[bootstrap_addr].kv_layout) is not None:
+            return None
+        own = name_of_transport(self.settings.backend)
+        return (
+            f"prefill server {bootstrap_addr} uses a transfer backend of SGLang's own, such as nixl or mooncake, and "
+            f"this decode server {own}; start both with --disaggregation-transfer-backend kvflow"
+        )
+
+    def reason_of(self, room: int) -> str:
+        """Return why SGLang has failed a room; empty if it has not."""
+        with self.failure_lock:
+            return str(self.failure_records.get(room, ""))
 
     def fail(self, room: int, reason: str) -> None:
         """Fail a room, unless it has failed already or is over."""

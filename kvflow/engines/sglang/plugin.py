@@ -15,11 +15,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvflow import ConfigError
+from kvflow.engines.priority import priority_class
 
 __all__ = ["NAME", "activate"]
 
 NAME: Final = "kvflow"
 SERVED: Final = "0.5.23"
+CREATE: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
 AGREE: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"
@@ -45,8 +47,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
         known = utils.TransferBackend.NIXL if transfer_backend.value == NAME else transfer_backend
         return original(known, class_type)
     # Imported on demand: this module is loaded in processes that never transfer anything.
-    from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer  # noqa: PLC0415
-
+    from kvflow.engines.sglang.bootstrap import KvflowKVBootstrapServer  # noqa: PLC0415
     from kvflow.engines.sglang.ends import KvflowKVReceiver, KvflowKVSender  # noqa: PLC0415
     from kvflow.engines.sglang.manager import KvflowKVManager  # noqa: PLC0415
 
@@ -57,14 +58,18 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
         kinds.MANAGER: KvflowKVManager,
         kinds.SENDER: KvflowKVSender,
         kinds.RECEIVER: KvflowKVReceiver,
-        kinds.BOOTSTRAP_SERVER: CommonKVBootstrapServer,
+        kinds.BOOTSTRAP_SERVER: KvflowKVBootstrapServer,
     }[class_type]
 
 
 @functools.cache
 def _hook_queues() -> None:
-    """Keep SGLang's queues from freeing pages that may still be written to or read, and poll every stage."""
+    """Keep SGLang's queues from freeing pages that may still be written to or read, and poll every stage.
+
+    Receivers get the priority of their requests.
+    """
     # `register` and `apply_hooks` would skip what another plugin has already hooked, and only log failures.
+    HookRegistry._apply_target(CREATE, [(HookType.AFTER, _pass_priority, None)])
     HookRegistry._apply_target(DEFER, [(HookType.AFTER, _forget_deadline, None)])
     HookRegistry._apply_target(AGREE, [(HookType.AROUND, _await_readers, None)])
     HookRegistry._apply_target(AGREE_STAGES, [(HookType.BEFORE, _take_changes, None)])
@@ -75,6 +80,14 @@ def _check_version() -> None:
     found = importlib.metadata.version("sglang")
     if found.split("+")[0].split(".post")[0] != SERVED:
         raise ConfigError("kvflow does not serve this version of SGLang", served=SERVED, found=found)
+
+
+def _pass_priority(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> Any:
+    """Let a receiver know the priority of its request, if SGLang schedules by priority."""
+    if queue.scheduler.enable_priority_scheduling and req.priority is not None:
+        sign = 1 if queue.scheduler.schedule_low_priority_values_first else -1
+        result.kv_receiver.priority = priority_class(sign * req.priority)
+    return result
 
 
 def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:

@@ -22,7 +22,7 @@ import sglang.srt.disaggregation.prefill as prefill_module
 import sglang.srt.runtime_context as runtime
 import torch
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, KVTransferError
+from sglang.srt.disaggregation.common.conn import CommonKVManager, KVTransferError
 from sglang.srt.disaggregation.utils import (
     FAKE_BOOTSTRAP_HOST,
     MetadataBuffers,
@@ -37,6 +37,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from torch import distributed
 
 from kvflow.backends.nixl import library
+from kvflow.engines.sglang.bootstrap import KvflowKVBootstrapServer
 from tests.engines.sglang import sides
 from tests.engines.sglang.models import PAGES, UNTOUCHED, Model, Rank, content, same, share
 
@@ -360,7 +361,7 @@ class PrefillScheduler(Scheduler):
 
     def __init__(self, port: int, rank: Rank, store: str = "") -> None:
         super().__init__(port, rank, store)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port) if not any(rank[1::2]) else None
+        self._server = KvflowKVBootstrapServer("127.0.0.1", port) if not any(rank[1::2]) else None
         time.sleep(0.3)
 
         class Mixed(prefill_module.SchedulerDisaggregationPrefillMixin, SchedulerPPMixin):
@@ -431,7 +432,7 @@ class PrefillScheduler(Scheduler):
 
     def start_server(self) -> None:
         """Start a bootstrap server at the same port, and register with it again."""
-        self._server = CommonKVBootstrapServer("127.0.0.1", self.port)
+        self._server = KvflowKVBootstrapServer("127.0.0.1", self.port)
         time.sleep(0.3)
         CommonKVManager.register_to_bootstrap(self.manager)
 
@@ -486,6 +487,20 @@ class PrefillScheduler(Scheduler):
         self.mixed.send_kv_chunk(request, last_chunk=last)
         if last:
             self.mixed.disagg_prefill_inflight_queue.append(request)
+
+    def offered(self, room: int, end: int) -> tuple[str, list[str]]:
+        """Send a chunk, and return the type of the indices that the sender got, and the names of its options."""
+        sender, found = self.requests[room].disagg_kv_sender, list[tuple[str, list[str]]]()
+        original = sender.send
+
+        def send(indices: Any, *states: Any, **options: Any) -> None:
+            found.append((type(indices).__name__, sorted(options)))
+            original(indices, *states, **options)
+
+        sender.send = send
+        self.send(room, end, last=False)
+        del sender.send
+        return found[0]
 
     def is_bootstrapped(self, room: int) -> bool:
         """Return whether SGLang may compute a request."""
@@ -585,6 +600,26 @@ class DecodeScheduler(Scheduler):
         """Add a request; a fake one is a health check, and `port` selects another prefill server."""
         host = {"host": FAKE_BOOTSTRAP_HOST} if fake else {}
         self.queue.add(self.request(room, tokens, port=port, dp_rank=dp_rank, **host))
+
+    def prioritize(self, priorities: dict[str, int | None], *, is_low_first: bool, is_on: bool = True) -> None:
+        """Let SGLang schedule by priority, and add requests with these, by room."""
+        scheduler = self.queue.scheduler
+        scheduler.enable_priority_scheduling, scheduler.schedule_low_priority_values_first = is_on, is_low_first
+        for room, priority in priorities.items():
+            made = self.request(int(room), 8)
+            made.priority = priority
+            self.queue.add(made)
+
+    def classes(self) -> dict[int, int]:
+        """Return kvflow's priority class of each announced room."""
+        self.queue.pop_preallocated()
+        scheduler = self.queue.scheduler
+        scheduler.enable_priority_scheduling = False
+        return {
+            one.req.bootstrap_room: one.kv_receiver.transfer._receiver._opened.priority
+            for one in (*self.queue.queue, *self.queue.pending_reqs, *self.transfers.queue)
+            if one.kv_receiver.transfer is not None
+        }
 
     def is_asked_for(self, room: int) -> bool:
         """Return whether prefill has received the pages of a request."""

@@ -1,15 +1,17 @@
 """One side of a deployment in one process: managers of all its ranks, created as SGLang's schedulers do."""
 
 import itertools
+import logging
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import nixl_cu12._api
 import numpy as np
 import sglang.srt.runtime_context as runtime
 import torch
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import (
     DisaggregationMode,
     KVClassType,
@@ -146,14 +148,27 @@ class Side:
         tp_size: Ranks that share the heads.
         pp_size: Pipeline stages.
         has_checksum: SGLang's checksums are on, which adds a row of metadata.
+        backend: Name of the transfer backend, as on SGLang's command line.
     """
 
     def __init__(
-        self, mode: str, name: str, port: int, tp_size: int = 1, pp_size: int = 1, *, has_checksum: bool = False
+        self,
+        mode: str,
+        name: str,
+        port: int,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        *,
+        has_checksum: bool = False,
+        backend: str = "kvflow",
     ) -> None:
+        if backend == "nixl":
+            sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api  # the name that SGLang imports
+        self._backend = TransferBackend(backend)
         self.mode, self.model, self.address = mode, (MODELS | OPAQUE)[name](), f"127.0.0.1:{port}"
         self._args = prepare(mode, port, self.model)
-        self._server = CommonKVBootstrapServer("127.0.0.1", port) if mode == "prefill" else None
+        server = get_kv_class(self._backend, KVClassType.BOOTSTRAP_SERVER)
+        self._server = server("127.0.0.1", port) if mode == "prefill" else None
         time.sleep(0.3 if self._server else 0)  # SGLang offers no way to tell when it listens
         self._has_checksum = has_checksum
         self.ranks = [Rank(tp_size, tp, pp_size, pp) for tp in range(tp_size) for pp in range(pp_size)]
@@ -169,7 +184,8 @@ class Side:
         set_rank(rank)
         pool, draft = self.model.pool(rank), self.model.draft(self.mode, rank)
         args, metadata = describe(pool, draft, self.model, rank, self.mode, has_checksum=self._has_checksum)
-        kind = get_kv_class(TransferBackend("kvflow"), KVClassType.MANAGER)
+        args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)  # SGLang's NIXL would take it for a device's
+        kind = get_kv_class(self._backend, KVClassType.MANAGER)
         self.managers.append(kind(args, DisaggregationMode(self.mode), self._args, self.model.is_mla))
         self.pools.append(pool)
         self.drafts.append(draft)
@@ -178,7 +194,8 @@ class Side:
     def close(self) -> None:
         """Close all ranks."""
         for manager in self.managers:
-            manager.teardown()
+            if self._backend.value == "kvflow":
+                manager.teardown()
         if self._server is not None:
             self._server.close()
 
@@ -196,12 +213,30 @@ class Side:
     def end(self, number: int, room: int) -> Any:
         """Create the sender or receiver of a rank."""
         kind = KVClassType.SENDER if self.mode == "prefill" else KVClassType.RECEIVER
-        made = get_kv_class(TransferBackend("kvflow"), kind)(
+        made = get_kv_class(self._backend, kind)(
             mgr=self.managers[number], bootstrap_addr=self.address, bootstrap_room=room
         )
         if self.mode == "decode":
             made.init(0)
         return made
+
+    def begin(self, room: int) -> list[str]:
+        """Create the first rank's end of a request, and return what SGLang logs meanwhile."""
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("sglang.srt.disaggregation.common.conn")
+        logger.addHandler(handler)
+        if self.mode == "decode":
+            assert self.managers[0].try_ensure_parallel_info(self.address)
+        self._begun = self.end(0, room)
+        logger.removeHandler(handler)
+        return lines
+
+    def failure(self, timeout_s: float = 20) -> str:
+        """Return why that end has failed, or "" if it has not within the timeout."""
+        wait_for([self._begun], time.monotonic() + timeout_s, KVPoll.Success)
+        return reason_of(self._begun) if self._begun.poll() == KVPoll.Failed else ""
 
     def transfer(
         self, room: int, tokens: int, prefix: int = 0, chunks: int = 2, timeout_s: float = 20

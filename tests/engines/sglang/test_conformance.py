@@ -362,6 +362,7 @@ def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
     check_failed(impatient, room, "timed out")
     send(impatient, room, TOKENS, last=True)
     assert impatient.prefill.tell("until", what="is_over", room=room)
+    assert "timed out" in impatient.prefill.tell("ask", what="was_told", room=room)
     check_nothing_is_left(impatient)
 
 

@@ -48,7 +48,9 @@ def test_decode_aborts_between_chunks(pair: Deployment) -> None:
     assert pair.decode.tell("ask", what="outcomes") == ["drained"]
     send(pair, room, 70, last=True)
     assert pair.prefill.tell("until", what="is_over", room=room)
-    assert "aborted" in pair.prefill.tell("ask", what="was_told", room=room)
+    assert "decode engine aborted the transfer: Aborted by AbortReq" in pair.prefill.tell(
+        "ask", what="was_told", room=room
+    )
     check_nothing_is_left(pair)
 
 
@@ -170,3 +172,31 @@ def test_operator_releases_pages_without_a_proof(tmp_path: Path) -> None:
         named.touch()
         assert pair.decode.tell("until", what="is_over", room=room)
         assert pair.decode.tell("ask", what="outcomes") == ["drained"]
+
+
+@pytest.mark.parametrize(
+    ("is_low_first", "expected"),
+    [(False, [0, 1, 3, 4, 5, 7]), (True, [7, 7, 5, 4, 3, 0])],
+    ids=["high values first", "low values first"],
+)
+def test_priority_of_a_request_is_that_of_its_transfer(
+    pair: Deployment, is_low_first: bool, expected: list[int]
+) -> None:
+    priorities = [9, 3, 1, 0, -1, -9]
+    rooms = [pair.room() for _ in priorities]
+    named = dict(zip(map(str, rooms), priorities, strict=True))
+    pair.decode.tell("ask", what="prioritize", priorities=named, is_low_first=is_low_first)
+    found = pair.decode.tell("ask", what="classes")
+    assert [found[str(room)] for room in rooms] == expected
+
+
+def test_priorities_that_sglang_ignores_are_ignored(pair: Deployment) -> None:
+    room = pair.room()
+    pair.decode.tell("ask", what="prioritize", priorities={str(room): -9}, is_low_first=False, is_on=False)
+    assert pair.decode.tell("ask", what="classes") == {str(room): 0}
+
+
+def test_indices_of_a_chunk_are_final_when_it_is_offered(pair: Deployment) -> None:
+    """SGLang hands over indices that are still being copied, with an event, only to senders that say they can wait."""
+    room = begin(pair)
+    assert pair.prefill.tell("ask", what="offered", room=room, end=40) == ["ndarray", ["num_kv_tokens"]]

@@ -91,6 +91,14 @@ class Worker:
         """Send or receive a request."""
         return self.side.transfer(**arguments)
 
+    def begin(self, room: int) -> Any:
+        """Create the end of a request, and return what SGLang logs meanwhile."""
+        return self.side.begin(room)
+
+    def failure(self, timeout_s: float = 20) -> Any:
+        """Return why it has failed, or ""."""
+        return self.side.failure(timeout_s)
+
     def give_up(self, **arguments: Any) -> Any:
         """Start a request, and let decode abort it."""
         return self.side.give_up(**arguments)
