@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -35,6 +35,7 @@ from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
 from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
 from kvflow.engines.vllm.worker import ConnectorWorker
+from kvflow.geometry import TokenShard
 
 __all__ = ["KvflowConnector"]
 
@@ -69,7 +70,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = read_options(transfer.kv_connector_extra_config)
         _refuse_unserved(vllm_config, self._options)
         _warn_of_other_version()
-        self._groups = describe_groups(kv_cache_config.kv_cache_groups, channels_first=is_conv_state_dim_first())
+        self._groups = describe_groups(
+            kv_cache_config.kv_cache_groups,
+            channels_first=is_conv_state_dim_first(),
+            dcp_size=vllm_config.parallel_config.decode_context_parallel_size,
+        )
         self._stats = Stats()
         # With data parallelism, all ranks compute each step together, even those that have nothing to compute.
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
@@ -183,6 +188,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             tp_size=parallel.tensor_parallel_size,
             tp_rank=parallel.rank % parallel.tensor_parallel_size,
             fingerprint=_fingerprint(config, self._options),
+            shard=_token_shard(parallel),
         )
         place = Place(
             instance=transfer.engine_id,
@@ -270,8 +276,6 @@ def _refuse_unserved(config: Any, options: Options) -> None:
     # vLLM sets the size to 1 in the engines of dense models, which are independent; their index remains.
     is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
     unserved = {
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
         "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
         # Prefill would have to leave out several tokens, whose drafts it cannot verify.
@@ -289,10 +293,18 @@ def _warn_of_other_version() -> None:
 
 def _share(value: str | None) -> str:
     """Broadcast a value from the first worker of a server, and return it in each worker."""
-    for group in (get_tp_group(), get_pp_group()):
+    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
         if group.world_size > 1:
             value = group.broadcast_object(value, src=0)
     return str(value)
+
+
+def _token_shard(parallel: Any) -> TokenShard:
+    """Return the tokens that this worker holds; without DCP, prefill context parallelism leaves all to each worker."""
+    if parallel.decode_context_parallel_size == 1:
+        return TokenShard()
+    group = get_dcp_group()
+    return TokenShard(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 
 def _attention_backend(config: Any) -> str:

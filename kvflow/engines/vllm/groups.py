@@ -1,7 +1,7 @@
 """vLLM's KV cache groups: layers that share a block table. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvflow import ConfigError
@@ -20,13 +20,15 @@ class Group:
     Attributes:
         component: Name of the component in the layout.
         layers: Names of the layers.
-        block_size: Tokens of a block.
+        block_size: Tokens of a block on one worker.
         heads: KV heads of a worker; one for latents.
         is_latent: A token has one vector that all heads share.
         window: Number of tokens that a token attends to, including itself; None for all before it. vLLM frees blocks
             outside the window, and puts block 0 in their place.
         state: State of recurrent layers; None for attention. A request has one block of it, for all of its tokens.
         is_moved: False if vLLM excludes the group from transfers, so that each server computes its own.
+        num_shards: Workers that share the tokens (decode context parallelism). All of them have the same block table,
+            and an entry of it covers the tokens of a block on each.
     """
 
     component: str
@@ -37,6 +39,7 @@ class Group:
     window: int | None = None
     state: RecurrentState | None = None
     is_moved: bool = True
+    num_shards: int = 1
 
     @property
     def keeps_all(self) -> bool:
@@ -53,17 +56,29 @@ class Group:
             return None
         if self.state is not None:
             return GroupBlocks(0, list(table[:1]))
-        return GroupBlocks(start, list(table[start // self.block_size : -(-stop // self.block_size)]))
+        size = self.block_size * self.num_shards
+        return GroupBlocks(start, list(table[start // size : -(-stop // size)]))
 
 
-def describe_groups(groups: Sequence[Any], *, channels_first: bool = False) -> tuple[Group, ...]:
-    """Describe vLLM's `KVCacheGroupSpec`s; `channels_first` if its layout of convolution states is "DS".
+def describe_groups(groups: Sequence[Any], *, channels_first: bool = False, dcp_size: int = 1) -> tuple[Group, ...]:
+    """Describe vLLM's `KVCacheGroupSpec`s.
+
+    Args:
+        groups: The groups.
+        channels_first: vLLM's layout of convolution states is "DS".
+        dcp_size: Workers that share the tokens of a group, if vLLM shards it.
 
     Raises:
         ConfigError: A group is of a kind that kvflow does not move; the error names it.
     """
     names = ["kv"] if len(groups) == 1 else [f"kv{number}" for number in range(len(groups))]
-    return tuple(_describe(name, group, channels_first) for name, group in zip(names, groups, strict=True))
+    return tuple(
+        replace(
+            _describe(name, group, channels_first),
+            num_shards=dcp_size if getattr(group.kv_cache_spec, "dcp_sharded", False) else 1,
+        )
+        for name, group in zip(names, groups, strict=True)
+    )
 
 
 def _describe(component: str, group: Any, channels_first: bool) -> Group:

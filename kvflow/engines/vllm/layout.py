@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvflow import ConfigError, KVLayout, TokenPages, head_range
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import GroupBlocks
-from kvflow.geometry import Axes, Component
+from kvflow.geometry import Axes, Component, TokenShard, shard_pages
 from kvflow.geometry.tensors import layout_from_components, regions_from_tensors
 
 __all__ = ["Caches", "describe_caches"]
@@ -23,6 +23,8 @@ REFUSED: Final = {
     "CPU_MLA": "vLLM 0.32 answers wrongly with it once the cache of a prompt was loaded, by any connector"
 }
 """Attention backends that are not supported, and why."""
+
+ALL_TOKENS: Final = TokenShard()
 
 CELLS_APART: Final = "page head token dim"
 CELLS_TOGETHER: Final = "page head dim dim"
@@ -39,12 +41,16 @@ class Caches:
     def pages(self, blocks: Sequence[GroupBlocks | None], stop: int) -> dict[str, TokenPages | None]:
         """Return the page tables of tokens up to `stop`, of the groups that are moved."""
         return {
-            group.component: None
-            if given is None
-            else TokenPages((given.start, stop if group.state is None else group.state.rows), given.blocks)
+            group.component: None if given is None else self._pages_of(group, given, stop)
             for group, given in zip(self._groups, blocks, strict=True)
             if group.is_moved
         }
+
+    def _pages_of(self, group: Group, given: GroupBlocks, stop: int) -> TokenPages:
+        if group.state is not None:
+            return TokenPages((given.start, group.state.rows), given.blocks)
+        shard = self.layout.by_name[group.component].shard
+        return shard_pages((given.start, stop), given.blocks, shard, group.block_size)
 
 
 def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
@@ -57,8 +63,11 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
     tp_size: int,
     tp_rank: int,
     fingerprint: str,
+    shard: TokenShard = ALL_TOKENS,
 ) -> Caches:
-    """Describe the caches of a worker: tensors, by name of the layer. `backend` is that of attention.
+    """Describe the caches of a worker: tensors, by name of the layer.
+
+    `backend` is that of attention; `shard` are the tokens that this worker holds of groups that vLLM shards.
 
     Raises:
         ConfigError: The caches are of a kind that kvflow does not move; the error names it.
@@ -90,6 +99,8 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
             group.block_size,
             group.block_size if is_opaque else 1,
         )
-        components.append(Component(group.component, regions_from_tensors("kv", tensors, axes, layers=numbers)))
+        regions = regions_from_tensors("kv", tensors, axes, layers=numbers)
+        held = shard if group.num_shards > 1 else ALL_TOKENS
+        components.append(Component(group.component, regions, shard=held))
     layout = layout_from_components(components, fingerprint, tensors=moved.values())
     return Caches(layout, groups, ordered)

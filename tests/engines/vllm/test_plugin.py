@@ -120,8 +120,6 @@ def test_what_would_corrupt_caches_is_refused() -> None:
     parallel = SimpleNamespace(
         data_parallel_size=1,
         data_parallel_index=0,
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
     )
     model = SimpleNamespace(enable_sleep_mode=False)
     config = SimpleNamespace(parallel_config=parallel, model_config=model, num_prefill_lookahead_tokens=1)
