@@ -611,15 +611,14 @@ class DecodeScheduler(Scheduler):
             self.queue.add(made)
 
     def classes(self) -> dict[int, int]:
-        """Return kvflow's priority class of each announced room."""
-        self.queue.pop_preallocated()
-        scheduler = self.queue.scheduler
-        scheduler.enable_priority_scheduling = False
-        return {
-            one.req.bootstrap_room: one.kv_receiver.transfer._receiver._opened.priority
-            for one in (*self.queue.queue, *self.queue.pending_reqs, *self.transfers.queue)
-            if one.kv_receiver.transfer is not None
-        }
+        """Return kvflow's priority class of each request, once all have been announced."""
+
+        def transfers() -> list[tuple[int, Any]]:
+            waiting = [*self.queue.pending_reqs, *self.queue.queue, *self.transfers.queue]
+            return [(one.req.bootstrap_room, one.kv_receiver.transfer) for one in waiting]
+
+        assert self.until(lambda: all(transfer is not None for _, transfer in transfers()))
+        return {room: transfer._receiver._opened.priority for room, transfer in transfers()}
 
     def is_asked_for(self, room: int) -> bool:
         """Return whether prefill has received the pages of a request."""
