@@ -40,6 +40,10 @@ ENGINE: Final = "remote_engine_id"
 WITHDRAWN: Final = "kvflow_withdrawn"
 """Key of a request to prefill which says that nobody will ask for the room of this `transfer_id`."""
 
+NO_BLOCKS: Final = ((0,),)
+"""For decode servers with vLLM's NixlConnector. With an empty list, their engines end in an assertion; with one that is
+not empty, they ask our port in their own protocol, hear nothing, and fail the request."""
+
 NOTHING_KEPT: Final = {"do_remote_prefill": False, "do_remote_decode": False}
 """Parameters of a reply after which decode computes the request itself."""
 
@@ -155,7 +159,7 @@ def reply(
         "do_remote_decode": False,
         "remote_engine_id": own["instance"],
         "remote_request_id": request_id,
-        "remote_block_ids": [],
+        "remote_block_ids": NO_BLOCKS,
         "remote_host": endpoint.host,
         "remote_port": endpoint.port,
         "remote_num_tokens": num_tokens,

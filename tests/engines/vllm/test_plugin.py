@@ -1,5 +1,6 @@
 """What vLLM discovers of kvflow: the connector by its name, and its metrics."""
 
+import json
 import logging
 import os
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -21,7 +24,7 @@ from kvflow.engines.vllm.connector import KvflowConnector
 from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options
 from kvflow.engines.vllm.worker import _Move
-from tests.engines.test_vllm_adapter import DECODE, PREFILL, asked, begin_decode, reply_of, scheduled, servers
+from tests.engines.test_vllm_adapter import DECODE, PREFILL, PROMPT, asked, begin_decode, reply_of, scheduled, servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
@@ -36,6 +39,26 @@ print(KVConnectorFactory._registry["KvflowConnector"]().__name__)
 def test_connector_is_found_by_its_name() -> None:
     done = subprocess.run([sys.executable, "-c", FIND], check=True, capture_output=True, text=True, env=os.environ)
     assert done.stdout.split()[-1] == "KvflowConnector"
+
+
+def test_nixl_connector_lives_on_if_it_is_given_a_ticket() -> None:
+    """Its scheduler ends the engine with an assertion if tokens are elsewhere and no blocks are named."""
+    scheduler = NixlPullConnectorScheduler.__new__(NixlPullConnectorScheduler)
+    scheduler.use_host_buffer = scheduler.is_bidirectional_kv_xfer_enabled = False
+    scheduler._reqs_need_recv = {}
+    scheduler.get_exchange_clipped_blocks = lambda blocks: blocks
+    scheduler._get_remote_prefill_token_count = lambda count: count
+    with servers() as (source, _):
+        params = json.loads(json.dumps(reply_of(source)))
+    request = asked("d", params)
+    count, is_async = scheduler.get_num_new_matched_tokens(request, 0)
+    assert (count, is_async) == (PROMPT, True)
+    blocks = SimpleNamespace(blocks=[[]], get_unhashed_block_ids_all_groups=lambda: ([1, 2, 3],))
+    scheduler.update_state_after_alloc(request, blocks, count)
+    assert list(scheduler._reqs_need_recv) == ["d"]
+    metadata = NixlConnectorMetadata()
+    metadata.add_new_req_to_recv("d", ([1, 2, 3],), params)
+    assert metadata.reqs_to_recv["d"].remote.port == params["remote_port"]
 
 
 def ended(reason: FailureReason) -> SimpleNamespace:
