@@ -156,7 +156,7 @@ class VllmWorker:
             self.groups,
             backend="FLASH_ATTN",
             layers={name: number for number, name in enumerate(NAMES)},
-            total_kv_heads=HEADS,
+            total_kv_heads=dict.fromkeys(NAMES, HEADS),
             tp_size=tp_size,
             tp_rank=tp_rank,
             fingerprint="model",

@@ -54,7 +54,7 @@ def describe(tensors: Sequence[Any], *groups: Any, backend: str = "CPU_ATTN") ->
         describe_groups(groups or [group()]),
         backend=backend,
         layers=names,
-        total_kv_heads=HEADS,
+        total_kv_heads=dict.fromkeys(names, HEADS),
         tp_size=1,
         tp_rank=0,
         fingerprint="model",
@@ -77,9 +77,12 @@ class Pool:
             self.holders[block] -= 1
 
 
-def scheduled(computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted: Sequence[str] = ()) -> Any:
+def scheduled(
+    computed: Mapping[str, tuple[int, int, Sequence[Any]]], preempted: Sequence[str] = (), *, loads: bool = False
+) -> Any:
     """Make vLLM's `SchedulerOutput` for one step; see `Server.step`."""
     return SimpleNamespace(
+        has_sync_kv_loads=loads,
         preempted_req_ids=set(preempted),
         scheduled_new_reqs=[SimpleNamespace(req_id=it, num_computed_tokens=has[0]) for it, has in computed.items()],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
@@ -166,6 +169,7 @@ class Server:
         *,
         finished: Sequence[str] = (),
         preempted: Sequence[str] = (),
+        loads: bool = False,
     ) -> None:
         """Run one step of vLLM.
 
@@ -174,9 +178,10 @@ class Server:
                 list per group if there are several groups).
             finished: Requests that have finished.
             preempted: Requests that were preempted.
+            loads: Another connector loads tokens in this step, before it computes.
         """
         computed = {it: (*has[:2], self._tables(has[2])) for it, has in (computed or {}).items()}
-        orders: StepOrders = self.scheduler.step(scheduled(computed, preempted))
+        orders: StepOrders = self.scheduler.step(scheduled(computed, preempted, loads=loads))
         self.awaited |= {*orders.awaited, *orders.granted}
         self.worker.preempt(orders)
         self.worker.begin(orders)
@@ -258,7 +263,7 @@ def prefill(server: Server, *cuts: int, **params_of_router: str) -> tuple[Any, d
     server.scheduler.add(request)
     for start, stop in zip((0, *cuts), (*cuts, PROMPT), strict=True):
         server.step({"p": (start, stop - start, PREFILL)})
-    delays, params = server.scheduler.finished(request, is_complete=True)
+    delays, params = server.scheduler.finished(request, (), is_complete=True)
     assert delays
     assert params is not None
     server.step(finished=["p"])
@@ -322,7 +327,7 @@ def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[S
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
     source.step({"p": (0, PROMPT, PREFILL)})  # this step computes, and so does not wait
-    _, params = source.scheduler.finished(request, is_complete=True)
+    _, params = source.scheduler.finished(request, (), is_complete=True)
     taken_over = asked("d", params or {})
     target.scheduler.add(taken_over)
     target.scheduler.allocated(taken_over, [DECODE], PROMPT - 1)
@@ -346,7 +351,7 @@ def test_preempted_request_is_sent_from_its_new_blocks(
     source.step(preempted=["p"])
     source.cells[:, PREFILL] = 255  # the blocks belong to another request now
     source.step({"p": (0, PROMPT, [1, 2, 4])})
-    _, params = source.scheduler.finished(request, is_complete=True)
+    _, params = source.scheduler.finished(request, (), is_complete=True)
     assert params is not None
     source.step(finished=["p"])
     begin_decode(target, params)
@@ -362,14 +367,14 @@ def test_decode_leaves(pair: tuple[Server, Server], has_blocks: bool) -> None:
     source.scheduler.add(request)
     source.step({"p": (0, 6, PREFILL)})
     source.step({"p": (6, 4, PREFILL)})
-    _, params = source.scheduler.finished(request, is_complete=True)
+    _, params = source.scheduler.finished(request, (), is_complete=True)
     source.step(finished=["p"])
     asked_for = asked("d", params or {})
     target.scheduler.add(asked_for)
     target.step()
     if has_blocks:
         target.scheduler.allocated(asked_for, [DECODE], PROMPT - 1)
-    assert target.scheduler.finished(asked_for, is_complete=False, status="FINISHED_ABORTED") == (False, None)
+    assert target.scheduler.finished(asked_for, (), is_complete=False, status="FINISHED_ABORTED") == (False, None)
     target.step(finished=["d"])
     source.until(lambda: "p" in source.told.sent)
     assert "decode engine aborted the transfer: FINISHED_ABORTED" in why(source)
@@ -387,7 +392,7 @@ def test_prefill_leaves_in_the_middle(pair: tuple[Server, Server]) -> None:
     source.step({"p": (0, 6, PREFILL)})
     params = dict(reply_of(source))
     begin_decode(target, params)
-    assert source.scheduler.finished(request, is_complete=False, status="FINISHED_ABORTED") == (True, None)
+    assert source.scheduler.finished(request, (), is_complete=False, status="FINISHED_ABORTED") == (True, None)
     source.step(finished=["p"])
     target.until(lambda: "d" in target.told.failed)
     assert "prefill engine aborted the transfer: FINISHED_ABORTED" in why(target)
@@ -432,7 +437,7 @@ def test_request_that_never_had_blocks_is_not_told_of(pair: tuple[Server, Server
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
     source.step()
-    assert source.scheduler.finished(request, is_complete=False) == (False, None)
+    assert source.scheduler.finished(request, (), is_complete=False) == (False, None)
     source.step(finished=["p"])
     for _ in range(10):
         source.step()
@@ -455,7 +460,7 @@ def test_every_request_that_vllm_waits_for_is_told(kinds: list[str], *, is_compl
     request._all_token_ids, request.num_prompt_tokens = list(range(PROMPT)), PROMPT
     scheduler.add(request)
     scheduler.step(scheduled({"p": (0, PROMPT - 1 if is_complete else 6, [PREFILL] * len(kinds))}))
-    delays, _ = scheduler.finished(request, is_complete=is_complete)
+    delays, _ = scheduler.finished(request, (), is_complete=is_complete)
     assert delays == (scheduler.step(scheduled({})).awaited == ["p"]) is True
 
 
@@ -464,7 +469,7 @@ def test_prefill_of_a_window_ends_between_chunks() -> None:
         request = asked("p", {"do_remote_decode": True})
         source.scheduler.add(request)
         source.step({"p": (0, 6, PREFILL)})
-        assert source.scheduler.finished(request, is_complete=False) == (True, None)
+        assert source.scheduler.finished(request, (), is_complete=False) == (True, None)
         source.step(finished=["p"])
         source.until(lambda: "p" in source.told.sent)
 
@@ -486,7 +491,7 @@ def test_preempted_when_all_of_it_was_sent(pair: tuple[Server, Server], monkeypa
     monkeypatch.setattr(BlockingSender, "quiesce", quiesced)
     source.step(preempted=["p"])
     source.step({"p": (0, PROMPT, [1, 2, 4])})
-    delays, _ = source.scheduler.finished(request, is_complete=True)
+    delays, _ = source.scheduler.finished(request, (), is_complete=True)
     assert delays
     source.step(finished=["p"])
     source.until(lambda: "p" in source.told.sent)
@@ -505,7 +510,7 @@ def test_preempted_and_read_for_too_long_and_aborted(
         patch.setattr(BlockingSender, "is_quiesced", False)
         patch.setattr(worker._Move, "is_safe", False)
         source.step(preempted=["p"])
-    assert source.scheduler.finished(request, is_complete=False) == (False, None)
+    assert source.scheduler.finished(request, (), is_complete=False) == (False, None)
     source.step(finished=["p"])
     for _ in range(50):
         source.step()
@@ -557,7 +562,7 @@ def test_lease_starts_when_the_reply_leaves(pair: tuple[Server, Server]) -> None
     sender = source.worker._sending["p"].transfer
     assert sender is not None
     assert sender.outcome is Outcome.PENDING
-    source.scheduler.finished(request, is_complete=True)
+    source.scheduler.finished(request, (), is_complete=True)
     source.step(finished=["p"])
     source.until(lambda: bool(source.ended))
     assert sender.failure is not None
@@ -570,7 +575,7 @@ def test_client_leaves_when_all_of_it_was_computed(pair: tuple[Server, Server]) 
     request = asked("p", {"do_remote_decode": True})
     source.scheduler.add(request)
     source.step({"p": (0, PROMPT, PREFILL)})
-    assert source.scheduler.finished(request, is_complete=False) == (True, None)
+    assert source.scheduler.finished(request, (), is_complete=False) == (True, None)
     source.step(finished=["p"])
     source.until(lambda: "p" in source.told.sent)
     source.until(lambda: not any(source.pool.holders))
@@ -585,11 +590,11 @@ def test_ticket_of_a_room_that_is_gone_is_not_handed_out(pair: tuple[Server, Ser
     taken_over = asked("d", reply_of(source))
     target.scheduler.add(taken_over)
     target.step()
-    target.scheduler.finished(taken_over, is_complete=False)
+    target.scheduler.finished(taken_over, (), is_complete=False)
     target.step(finished=["d"])
     source.until(lambda: source.worker._sending["p"].is_decided)
     source.step({"p": (6, PROMPT - 6, PREFILL)})
-    assert source.scheduler.finished(request, is_complete=True) == (True, NOTHING_KEPT)
+    assert source.scheduler.finished(request, (), is_complete=True) == (True, NOTHING_KEPT)
     source.step(finished=["p"])
     source.until(lambda: "p" in source.told.sent)
     assert take_reference(NOTHING_KEPT) is None
@@ -604,13 +609,13 @@ def test_answers_to_one_prompt_have_one_ticket(pair: tuple[Server, Server], tran
     for request in (first, second):
         source.scheduler.add(request)
     source.step({first.request_id: (0, PROMPT, PREFILL), second.request_id: (0, PROMPT, [9, 10, 11])})
-    delays, params = source.scheduler.finished(first, is_complete=True)
+    delays, params = source.scheduler.finished(first, (), is_complete=True)
     assert delays
     source.step(finished=[first.request_id])
     time.sleep(1.0)
     source.step()
     assert not source.told.sent
-    delays, others = source.scheduler.finished(second, is_complete=True)
+    delays, others = source.scheduler.finished(second, (), is_complete=True)
     assert (delays, others) == (False, {**(params or {}), "remote_request_id": second.request_id})
     source.step(finished=[second.request_id])
     begin_decode(target, others or {})
@@ -627,7 +632,7 @@ def test_only_the_first_prompt_of_a_batch_is_kept(pair: tuple[Server, Server]) -
         request = asked(f"cmpl-me-{number}-0123abcd", {"do_remote_decode": True})
         source.scheduler.add(request)
         source.step({request.request_id: (0, PROMPT, PREFILL)})
-        assert source.scheduler.finished(request, is_complete=True)[0] is is_kept
+        assert source.scheduler.finished(request, (), is_complete=True)[0] is is_kept
 
 
 @pytest.mark.parametrize("refusal", ["another model", "no tokens"])
@@ -664,7 +669,7 @@ def test_two_servers_do_not_wait_for_blocks_of_each_other(
     for request in (first, second):
         source.scheduler.add(request)
     source.step({"p0": (0, PROMPT, PREFILL)})
-    _, params = source.scheduler.finished(first, is_complete=True)
+    _, params = source.scheduler.finished(first, (), is_complete=True)
     source.step(finished=["p0"])
     assert source.ranks.ticket is not None
     digest = digest_of(second)
@@ -711,7 +716,7 @@ def test_groups_that_vllm_does_not_transfer_are_left_out() -> None:
         request = asked("p", {"do_remote_decode": True})
         source.scheduler.add(request)
         source.step({"p": (0, PROMPT, [PREFILL, PREFILL])})
-        _, params = source.scheduler.finished(request, is_complete=True)
+        _, params = source.scheduler.finished(request, (), is_complete=True)
         source.step(finished=["p"])
         request = asked("d", params or {})
         target.scheduler.add(request)
@@ -833,7 +838,7 @@ def test_ids_of_any_kind_are_handed_over(pair: tuple[Server, Server], request_id
     request = asked(request_id, {"do_remote_decode": True, **params})
     source.scheduler.add(request)
     source.step({request_id: (0, PROMPT, PREFILL)})
-    delays, reply_params = source.scheduler.finished(request, is_complete=True)
+    delays, reply_params = source.scheduler.finished(request, (), is_complete=True)
     assert delays
     taken_over = asked(f"decode {request_id}", reply_params or {})
     target.scheduler.add(taken_over)
@@ -870,7 +875,7 @@ def test_request_that_others_wait_for_is_not_received(pair: tuple[Server, Server
     for request in (first, second):
         target.scheduler.add(request)
     if ends == "aborted":
-        target.scheduler.finished(first, is_complete=False)
+        target.scheduler.finished(first, (), is_complete=False)
     else:
         target.scheduler.allocated(first, [DECODE], 0)
     assert target.scheduler.num_elsewhere(second, 0) == 0
@@ -883,7 +888,7 @@ def test_prefill_is_told_of_a_request_that_decode_has_refused(pair: tuple[Server
     request = asked("d", params, num_tokens=1)
     request.abort_immediately = True
     target.scheduler.add(request)
-    assert target.scheduler.finished(request, is_complete=False) == (False, None)
+    assert target.scheduler.finished(request, (), is_complete=False) == (False, None)
     target.step(finished=["d"])
     source.until(lambda: "p" in source.told.sent)
 
@@ -896,7 +901,7 @@ def test_prompt_that_is_given_as_embeddings_is_computed_here(pair: tuple[Server,
         server.scheduler.add(request)
         assert server.scheduler.num_elsewhere(request, 0) == 0
         server.step()
-        assert server.scheduler.finished(request, is_complete=True) == (False, None)
+        assert server.scheduler.finished(request, (), is_complete=True) == (False, None)
 
 
 def test_other_prompt_fails_where_the_router_makes_the_rooms(pair: tuple[Server, Server]) -> None:
@@ -1031,7 +1036,7 @@ def test_window_moves_as_far_as_the_last_token_sees() -> None:
         source.scheduler.add(request)
         source.step({"p": (0, 6, [full, sliding])})
         source.step({"p": (6, PROMPT - 6, [full, sliding])})
-        _, params = source.scheduler.finished(request, is_complete=True)
+        _, params = source.scheduler.finished(request, (), is_complete=True)
         assert [source.pool.holders[block] for block in sliding] == [0, 1, 1]  # token 5 is the first that token 9 sees
         source.step(finished=["p"])
         assert params is not None
@@ -1129,7 +1134,7 @@ def test_parts_of_a_convolution_are_shared_one_by_one(*, channels_first: bool) -
         groups,
         backend="CPU_ATTN",
         layers={name: int(name[-1]) for name in caches},
-        total_kv_heads=2 * HEADS,
+        total_kv_heads=dict.fromkeys(caches, 2 * HEADS),
         tp_size=2,
         tp_rank=1,
         fingerprint="model",
@@ -1182,6 +1187,6 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     assert orders.chunks["p"].is_last
     assert orders.chunks["p"].blocks[1] == GroupBlocks(0, [9])
     assert pool.holders[9] == 1
-    _, params = scheduler.finished(request, is_complete=True)
+    _, params = scheduler.finished(request, (), is_complete=True)
     assert params is not None
     assert params["kvflow_prompt"] == digest

@@ -52,7 +52,7 @@ class Server:
                 self.groups,
                 backend="MLA",
                 layers={name: layer for layer, name in enumerate(LAYERS)},
-                total_kv_heads=1,
+                total_kv_heads=dict.fromkeys(LAYERS, 1),
                 tp_size=len(shards),
                 tp_rank=number,
                 fingerprint="model",
@@ -168,7 +168,7 @@ def test_decode_has_each_token_where_it_looks_for_it(
         prefill.scheduler.add(request)
         for start, stop in ((0, 13), (13, 32), (32, PROMPT)):
             prefill.step({"p": (start, stop - start, blocks)})
-        _, params = prefill.scheduler.finished(request, is_complete=True)
+        _, params = prefill.scheduler.finished(request, (), is_complete=True)
         prefill.step(finished=["p"])
         num_local = BLOCK * target[0].size if has_prefix else 0
         received = asked("d", params, PROMPT)

@@ -52,7 +52,7 @@ def test_prompt(error: BaseException) -> None:
     with servers() as (source, target):
         bad = request_of(Raising(error), {"do_remote_decode": True})
         source.scheduler.add(bad)
-        assert source.scheduler.finished(bad, is_complete=True) == (False, None)
+        assert source.scheduler.finished(bad, (), is_complete=True) == (False, None)
         _, params = prefill(source)
         bad = request_of([Raising(error)], params)
         target.scheduler.add(bad)
@@ -83,7 +83,7 @@ def test_blocks_of_a_prompt_that_is_computed(error: BaseException) -> None:
         orders = source.scheduler.step(scheduled({"bad": (0, PROMPT, [Raising(error)])}))
         assert name_of(error) in orders.abandoned["bad"]
         carry_out(source, orders)
-        _, params = source.scheduler.finished(bad, is_complete=True)
+        _, params = source.scheduler.finished(bad, (), is_complete=True)
         assert params == NOTHING_KEPT
         source.step(finished=["bad"])
         undisturbed(source, target)

@@ -2,10 +2,11 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from typing_extensions import override
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -45,6 +46,9 @@ COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 
 SUPPORTED: Final = "0.32"
 """The version of vLLM with which this connector is tested."""
+
+DRAFT: Final = "draft_model."
+"""Prefix of vLLM's names of the layers of a separate draft model."""
 
 EMPTY_STEP_S: Final = 3e-3
 """How long a step that computes nothing waits for kvflow; a request that arrives meanwhile is delayed by up to that."""
@@ -86,6 +90,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 is_prefill=transfer.is_kv_producer,
                 is_decode=transfer.is_kv_consumer,
                 is_by_priority=vllm_config.scheduler_config.policy == "priority",
+                num_left_out=_num_left_out(vllm_config),
                 trust=self._options.load_trust(),
                 on_recomputed=self._stats.note_recomputed,
             )
@@ -167,7 +172,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._times.ended(request.request_id)
         is_needed, params = self._scheduler.finished(
-            request, is_complete=request.status in COMPLETE, status=request.status.name
+            request, block_ids, is_complete=request.status in COMPLETE, status=request.status.name
         )
         add_trace_context(params, getattr(request, "trace_headers", None))
         return is_needed, params
@@ -178,13 +183,18 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         config, transfer = self._vllm_config, self._kv_transfer_config
         _log_with_vllm()
+        if transfer.is_kv_consumer:
+            _refuse_unfenced(get_kv_transfer_group())
         parallel = config.parallel_config
+        layers = _number_layers(config, kv_caches)
         caches = describe_caches(
             kv_caches,
             self._groups,
             backend=_attention_backend(config),
-            layers={name: extract_layer_index(name) for name in kv_caches},
-            total_kv_heads=config.model_config.get_total_num_kv_heads(),
+            layers=layers,
+            total_kv_heads={
+                name: _model_of(config, number).get_total_num_kv_heads() for name, number in layers.items()
+            },
             tp_size=parallel.tensor_parallel_size,
             tp_rank=parallel.rank % parallel.tensor_parallel_size,
             fingerprint=_fingerprint(config, self._options),
@@ -278,12 +288,20 @@ def _refuse_unserved(config: Any, options: Options) -> None:
     unserved = {
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
         "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
-        # Prefill would have to leave out several tokens, whose drafts it cannot verify.
-        "speculation with several MTP modules": getattr(config, "num_prefill_lookahead_tokens", 0) > 1,
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:
         raise ConfigError("kvflow does not serve this configuration of vLLM", found=found)
+
+
+def _refuse_unfenced(group: Any) -> None:
+    """Raise ConfigError if vLLM's own connector would copy blocks into its tier while kvflow writes to them."""
+    if any(type(it).__name__ == "OffloadingConnector" for it in getattr(group, "sub_connectors", ())):
+        raise ConfigError(
+            "this connector beside kvflow's would offload blocks that are being received, with the bytes of others",
+            found="OffloadingConnector",
+            use="KvflowOffloadingConnector",
+        )
 
 
 def _warn_of_other_version() -> None:
@@ -307,6 +325,28 @@ def _token_shard(parallel: Any) -> TokenShard:
     return TokenShard(group.world_size, group.rank_in_group, parallel.cp_kv_cache_interleave_size)
 
 
+def _num_left_out(config: Any) -> int:
+    """Return how many tokens at the end of a prompt only decode may compute.
+
+    Each of several MTP modules reads one token further ahead than the one before it; at the end of a prompt, prefill
+    would fill their caches from drafts that nothing verifies.
+    """
+    return max(int(config.num_prefill_lookahead_tokens) - 1, 0)
+
+
+def _number_layers(config: Any, names: Iterable[str]) -> dict[str, int]:
+    """Return numbers of layers; those of a separate draft model begin at 0 again, and come after those of the model."""
+    count = config.model_config.get_total_num_hidden_layers()
+    return {name: extract_layer_index(name) + (count if name.startswith(DRAFT) else 0) for name in names}
+
+
+def _model_of(config: Any, layer: int) -> Any:
+    """Return the configuration of the model that a layer belongs to: the model, or its draft model."""
+    model, speculation = config.model_config, config.speculative_config
+    is_draft = speculation is not None and layer >= model.get_total_num_hidden_layers()
+    return speculation.draft_model_config if is_draft else model
+
+
 def _attention_backend(config: Any) -> str:
     from vllm.config import get_layers_from_vllm_config  # noqa: PLC0415 - in a worker, once the model is loaded
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: PLC0415
@@ -326,6 +366,10 @@ def _fingerprint(config: Any, options: Options) -> str:
     model, cache = config.model_config, config.cache_config
     backend = _attention_backend(config)
     parts = [model.model, model.revision, model.dtype, cache.cache_dtype, backend, _block_order(config, backend)]
+    speculation = config.speculative_config
+    if speculation is not None and speculation.uses_draft_kv_cache():
+        draft = speculation.draft_model_config
+        parts += ["draft", draft.model, draft.revision, _num_left_out(config)]
     return "/".join(str(part) for part in ("vllm", *parts) if part is not None)
 
 

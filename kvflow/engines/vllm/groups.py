@@ -1,6 +1,6 @@
 """vLLM's KV cache groups: layers that share a block table. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ class Group:
         component: Name of the component in the layout.
         layers: Names of the layers.
         block_size: Tokens of a block on one worker.
-        heads: KV heads of a worker; one for latents.
+        heads: KV heads of a worker by layer; one for latents. Empty if the group is not moved.
         is_latent: A token has one vector that all heads share.
         window: Number of tokens that a token attends to, including itself; None for all before it. vLLM frees blocks
             outside the window, and puts block 0 in their place.
@@ -34,7 +34,7 @@ class Group:
     component: str
     layers: tuple[str, ...]
     block_size: int
-    heads: int
+    heads: Mapping[str, int]
     is_latent: bool = False
     window: int | None = None
     state: RecurrentState | None = None
@@ -83,20 +83,31 @@ def describe_groups(groups: Sequence[Any], *, channels_first: bool = False, dcp_
 
 def _describe(component: str, group: Any, channels_first: bool) -> Group:
     spec = group.kv_cache_spec
-    kind = type(spec).__name__
     layers = tuple(group.layer_names)
     if not getattr(group, "enable_kv_transfer", True):
-        return Group(component, layers, spec.block_size, heads=0, is_moved=False)
-    if kind == "MambaSpec":
+        return Group(component, layers, spec.block_size, heads={}, is_moved=False)
+    if type(spec).__name__ == "MambaSpec":
         state = describe_state(spec, channels_first=channels_first)
-        return Group(component, layers, spec.block_size, heads=1, state=state)
-    if kind not in SERVED:
-        raise ConfigError("caches of this kind are not served", found=kind)
+        return Group(component, layers, spec.block_size, dict.fromkeys(layers, 1), state=state)
+    # Layers with unequal heads, as those of a draft model, have specs of their own.
+    specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(layers, spec)
+    heads = {name: _num_heads(specs[name]) for name in layers}
+    first = specs[layers[0]]
+    window = first.sliding_window if _kind(first) == "SlidingWindowSpec" else None
+    return Group(component, layers, spec.block_size, heads, _kind(first).startswith("MLA"), window)
+
+
+def _kind(spec: Any) -> str:
+    return type(spec).__name__
+
+
+def _num_heads(spec: Any) -> int:
+    """Return the number of heads of a layer; raise ConfigError, which names it, if its cache is not served."""
+    if _kind(spec) not in SERVED:
+        raise ConfigError("caches of this kind are not served", found=_kind(spec))
     num_slots = getattr(spec, "num_head_slots", None)
     if num_slots is not None and num_slots != spec.num_kv_heads:
         raise ConfigError("heads packed together are not served", slots=num_slots, heads=spec.num_kv_heads)
     if getattr(spec, "tokens_per_state", 1) != 1:
         raise ConfigError("compressed tokens are not served", tokens_per_state=str(spec.tokens_per_state))
-    is_latent = kind.startswith("MLA")
-    window = spec.sliding_window if kind == "SlidingWindowSpec" else None
-    return Group(component, layers, spec.block_size, 1 if is_latent else spec.num_kv_heads, is_latent, window)
+    return 1 if _kind(spec).startswith("MLA") else int(spec.num_kv_heads)

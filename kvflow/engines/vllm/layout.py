@@ -59,7 +59,7 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
     *,
     backend: str,
     layers: Mapping[str, int],
-    total_kv_heads: int,
+    total_kv_heads: Mapping[str, int],
     tp_size: int,
     tp_rank: int,
     fingerprint: str,
@@ -67,7 +67,16 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
 ) -> Caches:
     """Describe the caches of a worker: tensors, by name of the layer.
 
-    `backend` is that of attention; `shard` are the tokens that this worker holds of groups that vLLM shards.
+    Args:
+        caches: Tensors of blocks, heads, tokens and content, by layer.
+        groups: All groups, also those that are not moved.
+        backend: Attention backend.
+        layers: Global number of each layer. Those of a draft model follow those of the model.
+        total_kv_heads: KV heads of each layer in all workers together.
+        tp_size: Number of workers that share the heads.
+        tp_rank: Number of this worker among them.
+        fingerprint: What makes caches interchangeable.
+        shard: Tokens that this worker holds of groups that vLLM shards.
 
     Raises:
         ConfigError: The caches are of a kind that kvflow does not move; the error names it.
@@ -81,25 +90,25 @@ def describe_caches(  # noqa: PLR0913 - what vLLM provides, all by keyword
         shapes = [list(tensor.shape) for tensor in moved.values()]
         raise ConfigError("caches must have blocks, heads, tokens and content", found=shapes)
     ordered = {name: layer for name, layer in sorted(layers.items(), key=lambda item: item[1]) if name in moved}
-    heads = head_range(total_kv_heads, tp_size, tp_rank)
     components = []
     for group in filter(lambda group: group.is_moved, groups):
         names = [name for name in ordered if name in group.layers]
-        tensors, numbers = [moved[name] for name in names], [layers[name] for name in names]
         if group.state is not None:
+            tensors, numbers = [moved[name] for name in names], [layers[name] for name in names]
             regions = group.state.regions(tensors, numbers, tp_rank=tp_rank)
             components.append(Component(group.component, regions, kind="slot"))
             continue
-        if not group.is_latent and group.heads != heads[1] - heads[0]:
-            raise ConfigError("layers must have as many heads as the model", found=group.heads, expected=heads)
-        is_opaque = backend in OPAQUE
-        axes = Axes(
-            CELLS_TOGETHER if is_opaque else CELLS_APART,
-            (0, 1) if group.is_latent else heads,
-            group.block_size,
-            group.block_size if is_opaque else 1,
-        )
-        regions = regions_from_tensors("kv", tensors, axes, layers=numbers)
+        alike: dict[tuple[int, Any], list[str]] = {}
+        for name in names:
+            alike.setdefault((total_kv_heads[name], moved[name].shape), []).append(name)
+        regions, size, is_opaque = (), group.block_size, backend in OPAQUE
+        for (total, _), some in alike.items():
+            heads = (0, 1) if group.is_latent else head_range(total, tp_size, tp_rank)
+            if unequal := {group.heads[name] for name in some} - {heads[1] - heads[0]}:
+                raise ConfigError("layers must have as many heads as the model", found=unequal.pop(), expected=heads)
+            axes = Axes(CELLS_TOGETHER if is_opaque else CELLS_APART, heads, size, size if is_opaque else 1)
+            tensors, numbers = [moved[name] for name in some], [layers[name] for name in some]
+            regions += regions_from_tensors("kv", tensors, axes, layers=numbers)
         held = shard if group.num_shards > 1 else ALL_TOKENS
         components.append(Component(group.component, regions, shard=held))
     layout = layout_from_components(components, fingerprint, tensors=moved.values())

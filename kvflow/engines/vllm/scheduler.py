@@ -48,6 +48,7 @@ class _Sending:
         stop: Number of these tokens that are computed here.
         sent: Tokens that the workers were ordered to send.
         num_open: Requests for the prompt that have not ended. The router has its answer when all have.
+        num_local: Tokens that were here before its first step.
         is_kept: A request has ended that vLLM answers with a ticket, so decode may come.
         is_lost: It can no longer be handed over.
     """
@@ -59,6 +60,7 @@ class _Sending:
     stop: int
     sent: int = 0
     num_open: int = 1
+    num_local: int = 0
     is_kept: bool = False
     is_lost: bool = False
 
@@ -66,6 +68,18 @@ class _Sending:
     def is_sent(self) -> bool:
         """Nothing is left to send."""
         return self.sent == self.stop
+
+    def offered(self, groups: Sequence[Group], tables: Sequence[Sequence[int]], start: int) -> list[GroupBlocks | None]:
+        """Return the blocks of tokens from `start`; of windows and states, only what exists after the last token."""
+        last = self.stop - 1
+        return [
+            group.blocks_of(table, start, self.sent)
+            if group.keeps_all
+            else group.blocks_of(table, group.first_seen(last), self.sent)
+            if self.is_sent
+            else None
+            for group, table in zip(groups, tables, strict=True)
+        ]
 
 
 class ConnectorScheduler:
@@ -76,6 +90,7 @@ class ConnectorScheduler:
         is_prefill: It may be asked to keep requests for other servers.
         is_decode: It may be asked to take over requests from other servers.
         is_by_priority: vLLM schedules requests by priority.
+        num_left_out: Tokens at the end of a prompt that only decode may compute. With recurrent states, at least one.
         trust: Keys of this server, which sign tickets.
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
@@ -86,13 +101,14 @@ class ConnectorScheduler:
         is_empty: The last step has computed nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - most by keyword
         self,
         groups: Sequence[Group],
         *,
         is_prefill: bool,
         is_decode: bool,
         is_by_priority: bool = False,
+        num_left_out: int = 0,
         trust: Trust | None = None,
         on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
@@ -101,6 +117,8 @@ class ConnectorScheduler:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._is_by_priority = is_by_priority
+        has_state = any(group.state is not None for group in groups)
+        self._num_left_out = max(num_left_out, 1 if has_state else 0)
         self._trust = trust
         self.ticket: Mapping[str, object] | None = None
         self.shares_answers = False
@@ -157,19 +175,14 @@ class ConnectorScheduler:
             known.num_open += 1
             self._others[request_id] = known
             return
-        self._leave_last_token(request)
+        _leave_out(request, self._num_left_out)
         sending = _Sending(room, request_id, prompt, num_tokens, len(request.prompt_token_ids))
         self._rooms[room] = self._sending[request_id] = sending
         self._orders.opened[request_id] = room
 
-    def _leave_last_token(self, request: Any) -> None:
-        """Leave out the last token of a prompt: decode recomputes it, which requires the recurrent state before it."""
-        has_state = any(group.state is not None for group in self._groups)
-        if has_state and len(request.prompt_token_ids) > 1:
-            del request.prompt_token_ids[-1:]
-            del request._all_token_ids[-1:]
-            request.num_prompt_tokens -= 1
-            request.max_tokens = 1
+    def _num_received(self, request: Any) -> int:
+        """Return how many tokens of a prompt decode takes over; vLLM computes the last one in any case."""
+        return max(len(request.prompt_token_ids) - max(self._num_left_out, 1), 0)
 
     def _withdraw(self, room: str) -> None:
         """Give up a room for which nobody will ask. A request that is not computed yet is aborted by its client."""
@@ -208,18 +221,19 @@ class ConnectorScheduler:
     def num_elsewhere(self, request: Any, num_computed: int) -> int | None:
         """Return how many tokens can be received beyond those already here; None while that is unknown.
 
-        vLLM computes the last token in any case, so it is not received, and windows must reach back from there. A
-        request that follows another one with the same reference (as with `n` > 1) waits for that one, and finds its
-        blocks here.
+        Windows must reach back from the first token that is not received. A request that follows another one with the
+        same reference (as with `n` > 1) waits for that one, and finds its blocks here.
         """
         request_id = request.request_id
         if self._followers.get(request_id) in self._leaders:
             return None
         self._followers.pop(request_id, None)
         self._shortage.wants_blocks(request_id)
+        if request_id in self._sending:
+            self._sending[request_id].num_local = num_computed
         if request_id in self._announced:
             with contained(partial(LOGGER.warning, "kvflow: %s is computed here: %s", request_id)):
-                return max(len(request.prompt_token_ids) - 1 - num_computed, 0)
+                return max(self._num_received(request) - num_computed, 0)
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
@@ -237,7 +251,7 @@ class ConnectorScheduler:
         # Without blocks, workers refuse it: vLLM waits until it is told that the request was not received.
         self._orders.granted[request_id] = GrantOrder(0, num_elsewhere, ())
         with contained(partial(LOGGER.warning, "kvflow: %s has no usable blocks: %s", request_id)):
-            stop = len(request.prompt_token_ids) - 1
+            stop = self._num_received(request)
             start = stop - num_elsewhere
             wanted = [
                 group.blocks_of(table, max(start, group.first_seen(stop)), stop)
@@ -269,17 +283,19 @@ class ConnectorScheduler:
             if sending is None or sending.is_sent or sending.is_lost:
                 continue
             start, stop = sending.sent, min(computed[request_id] + count, sending.stop)
-            if stop > start:
+            is_loaded_now = output.has_sync_kv_loads and computed[request_id] > sending.num_local
+            sending.num_local = sending.stop
+            if stop > start and not is_loaded_now:  # else it is sent once vLLM has not found the load to have failed
                 with contained(partial(self._lose, sending)):
                     blocks = output.kv_connector_block_state.get_block_ids(request_id)
                     self._order_chunk(sending, start, stop, blocks)
 
     def _order_chunk(self, sending: _Sending, start: int, stop: int, blocks: Sequence[Sequence[int]]) -> None:
         sending.sent = stop
-        given = self._offered(blocks, start, stop, sending)
+        given = sending.offered(self._groups, blocks, start)
         order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
         if order.is_last:
-            all_given = self._offered(blocks, 0, stop, sending)
+            all_given = sending.offered(self._groups, blocks, 0)
             kept = [block for one in all_given if one is not None for block in one.blocks]
             self.held.keep(sending.request_id, kept)
         self._orders.chunks[sending.request_id] = order
@@ -289,25 +305,14 @@ class ConnectorScheduler:
         sending.is_lost = True
         self._orders.abandoned[sending.request_id] = reason
 
-    def _offered(
-        self, tables: Sequence[Sequence[int]], start: int, stop: int, sending: _Sending
-    ) -> list[GroupBlocks | None]:
-        """Return the blocks of a chunk; of windows and states, only what exists when the last token is computed."""
-        last = sending.stop - 1
-        return [
-            group.blocks_of(table, start, stop)
-            if group.keeps_all
-            else group.blocks_of(table, group.first_seen(last), stop)
-            if sending.is_sent
-            else None
-            for group, table in zip(self._groups, tables, strict=True)
-        ]
-
-    def finished(self, request: Any, *, is_complete: bool, status: str = "") -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Any, blocks: Sequence[Sequence[int]], *, is_complete: bool, status: str = ""
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Handle the end of a request in vLLM.
 
         Args:
             request: The request.
+            blocks: Its blocks, of each group.
             is_complete: Everything that it asked for was computed.
             status: vLLM's name for how it ended, for the other side if it was not handed over.
 
@@ -328,6 +333,9 @@ class ConnectorScheduler:
         sending = self._sending.pop(request_id, None)
         if sending is None:
             return False, None
+        if is_complete and not sending.sent and not sending.is_lost:  # all of it was computed in the step of its load
+            with contained(partial(self._lose, sending)):
+                self._order_chunk(sending, 0, sending.stop, blocks)
         if not is_complete or not sending.is_sent:
             sending.is_lost = True
             self._orders.abandoned[request_id] = status  # at once, although other answers may not have ended
@@ -415,6 +423,18 @@ class ConnectorScheduler:
         That is the ticket of the first one, and that blocks are safe.
         """
         return self.held.awaits_proof or (self._is_prefill and self.ticket is None)
+
+
+def _leave_out(request: Any, count: int) -> None:
+    """Leave out the last tokens of a prompt: decode computes them, which requires the recurrent state before them.
+
+    A prompt that has no others is computed, but decode does not take it over.
+    """
+    if count and len(request.prompt_token_ids) > count:
+        del request.prompt_token_ids[-count:]
+        del request._all_token_ids[-count:]
+        request.num_prompt_tokens -= count
+        request.max_tokens = 1
 
 
 def _is_only_to_be_told(request: Any) -> bool:

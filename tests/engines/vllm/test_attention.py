@@ -36,10 +36,10 @@ class Worker:
         self.cache = torch.zeros(BLOCKS, HEADS // tp_size, BLOCK, 2 * SIZE)
         self.caches: Caches = describe_caches(
             {NAME: self.cache},
-            [Group("kv", (NAME,), BLOCK, HEADS // tp_size)],
+            [Group("kv", (NAME,), BLOCK, {NAME: HEADS // tp_size})],
             backend=backend,
             layers={NAME: 0},
-            total_kv_heads=HEADS,
+            total_kv_heads={NAME: HEADS},
             tp_size=tp_size,
             tp_rank=tp_rank,
             fingerprint="model",

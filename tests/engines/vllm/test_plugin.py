@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -22,6 +24,7 @@ from kvflow import ConfigError, FailureReason, Outcome
 from kvflow.engines.vllm import connector
 from kvflow.engines.vllm.connector import KvflowConnector
 from kvflow.engines.vllm.metrics import Metrics, Stats
+from kvflow.engines.vllm.offloading import KvflowOffloadingConnector
 from kvflow.engines.vllm.options import Options
 from kvflow.engines.vllm.worker import _Move
 from tests.engines.test_vllm_adapter import DECODE, PREFILL, PROMPT, asked, begin_decode, reply_of, scheduled, servers
@@ -32,13 +35,13 @@ FIND = """
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-print(KVConnectorFactory._registry["KvflowConnector"]().__name__)
+print(*(KVConnectorFactory._registry[name]().__name__ for name in ("KvflowConnector", "KvflowOffloadingConnector")))
 """
 
 
-def test_connector_is_found_by_its_name() -> None:
+def test_connectors_are_found_by_their_names() -> None:
     done = subprocess.run([sys.executable, "-c", FIND], check=True, capture_output=True, text=True, env=os.environ)
-    assert done.stdout.split()[-1] == "KvflowConnector"
+    assert done.stdout.split()[-2:] == ["KvflowConnector", "KvflowOffloadingConnector"]
 
 
 def test_nixl_connector_lives_on_if_it_is_given_a_ticket() -> None:
@@ -145,15 +148,20 @@ def test_what_would_corrupt_caches_is_refused() -> None:
         data_parallel_index=0,
     )
     model = SimpleNamespace(enable_sleep_mode=False)
-    config = SimpleNamespace(parallel_config=parallel, model_config=model, num_prefill_lookahead_tokens=1)
+    config = SimpleNamespace(parallel_config=parallel, model_config=model)
     connector._refuse_unserved(config, Options())
-    config.num_prefill_lookahead_tokens = 3
-    with pytest.raises(ConfigError, match="several MTP modules"):
-        connector._refuse_unserved(config, Options())
-    config.num_prefill_lookahead_tokens, model.enable_sleep_mode = 1, True
+    model.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="sleep mode"):
         connector._refuse_unserved(config, Options())
     assert not connector.KvflowConnector.supports_sleep_mode(None)
+
+
+@pytest.mark.parametrize("kind", [OffloadingConnector, KvflowOffloadingConnector])
+def test_a_tier_without_a_fence_is_refused_on_decode(kind: Any) -> None:
+    group = SimpleNamespace(sub_connectors=[object.__new__(kind)])
+    with nullcontext() if kind is KvflowOffloadingConnector else pytest.raises(ConfigError, match="being received"):
+        connector._refuse_unfenced(group)
+    connector._refuse_unfenced(object())  # kvflow's connector alone
 
 
 def test_another_version_of_vllm_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
