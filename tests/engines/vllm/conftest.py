@@ -16,7 +16,9 @@ if importlib.util.find_spec("vllm") is not None:
     import aiohttp
 
     from benchmarks.vllm_handover.client import open_client
-    from tests.engines.vllm.deployment import GRANT_S, Deployment
+    from tests.engines.vllm.deployment import GRANT_S, Deployment, Own
+    from tests.engines.vllm.events import publish_to
+    from tests.support.ports import unused_port
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,13 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Deployment"]:
+def event_addresses() -> dict[str, str]:
+    """Return addresses to which the two servers of `pair` publish events about their caches."""
+    return {name: f"tcp://127.0.0.1:{unused_port()}" for name in ("prefill", "decode")}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory, event_addresses: dict[str, str]) -> Iterator["Deployment"]:
     """Start two servers for all tests of the session; each test restores their state."""
     place: Path = tmp_path_factory.mktemp("vllm")
     with Deployment(
         place,
         extra_config={"timeouts": {"grant_s": GRANT_S, "open_s": 5.0}},
         arguments=("--max-num-batched-tokens", "512"),  # so that long prompts are computed in chunks
+        own={name: Own(arguments=publish_to(address)) for name, address in event_addresses.items()},
     ) as deployment:
         yield deployment
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import aiohttp
 import anyio
@@ -17,7 +17,7 @@ from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
 from kvflow.cli.smollm2 import prepare_smollm2
 from tests.support.ports import unused_port
 
-__all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "leave_after", "settled"]
+__all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "Own", "leave_after", "settled"]
 
 SETTLE_S: Final = 20.0
 """Longer than any failure takes, and shorter than `GRANT_S`: prefill must be notified, not time out."""
@@ -26,6 +26,22 @@ GRANT_S: Final = 30.0
 """How long prefill waits for decode's grant."""
 
 QUIET: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+class Own(NamedTuple):
+    """What only one of the two servers has.
+
+    Attributes:
+        before: Connectors before kvflow's in a MultiConnector.
+        after: Connectors after it.
+        arguments: Additional arguments.
+        environment: Additional environment variables.
+    """
+
+    before: Sequence[Mapping[str, Any]] = ()
+    after: Sequence[Mapping[str, Any]] = ()
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
 
 
 class Deployment:
@@ -39,9 +55,7 @@ class Deployment:
         wrong_page: While this file exists, prefill sends a page of another request.
 
     Args:
-        beside: For each server ("prefill", "decode"), connectors beside kvflow's in a MultiConnector.
-        is_first: kvflow's connector comes before the others.
-        environment: For each server, additional environment variables.
+        own: What only "prefill" has, or only "decode".
     """
 
     def __init__(
@@ -54,9 +68,7 @@ class Deployment:
         prefill_workers: int = 1,
         divided_by: str = "tensor",
         load_failure_policy: str = "fail",
-        beside: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-        is_first: bool = True,
-        environment: Mapping[str, Mapping[str, str]] | None = None,
+        own: Mapping[str, Own] | None = None,
     ) -> None:
         self.wrong_page = place / "wrong_page"
         self.mooncake_port, port = unused_port(), unused_port()
@@ -80,13 +92,13 @@ class Deployment:
         )
 
         def make(server: VllmServer) -> Server:
-            own = (environment or {}).get(server.name, {})
-            others = (beside or {}).get(server.name, ())
+            here = (own or {}).get(server.name, Own())
             described = msgspec.structs.replace(
                 server,
                 port=unused_port(),
-                connector=_together(server, others, is_first=is_first) if others else server.connector,
-                environment={**server.environment, **QUIET, **probe, **own},
+                connector=_together(server, here) if here.before or here.after else server.connector,
+                arguments=(*server.arguments, *here.arguments),
+                environment={**server.environment, **QUIET, **probe, **here.environment},
             )
             return vllm_server(described, place)
 
@@ -139,11 +151,10 @@ class Deployment:
         assert after[BROUGHT] + after[KNOWN] - before[BROUGHT] - before[KNOWN] > 0
 
 
-def _together(server: VllmServer, others: Sequence[Mapping[str, Any]], *, is_first: bool) -> dict[str, Any]:
+def _together(server: VllmServer, own: Own) -> dict[str, Any]:
     """Put a server's connector and others into one MultiConnector."""
     policy = {"kv_load_failure_policy": server.connector.get("kv_load_failure_policy", "fail")}
-    own = {**server.connector, "kv_role": server.role}
-    connectors = [own, *others] if is_first else [*others, own]
+    connectors = [*own.before, {**server.connector, "kv_role": server.role}, *own.after]
     return {"kv_connector": "MultiConnector", **policy, "kv_connector_extra_config": {"connectors": connectors}}
 
 
