@@ -229,6 +229,7 @@ async def test_item_that_was_evicted() -> None:
         made.outputs.put("first", rows)
         made.outputs.put("second", rows + 1)
         assert torch.equal(await made.prefill[0].get("first"), rows)
+        await until(lambda: not made.outputs._items["first"].num_rooms)
         made.outputs.put("third", rows + 2)
         with pytest.raises(ItemNotHeld, match="second"):
             await made.prefill[0].get("second")

@@ -749,7 +749,7 @@ def test_prefill_is_gone_before_decode_has_blocks(pair: tuple[Server, Server]) -
     target.scheduler.add(request)
     target.step()
     target.until(lambda: all(move.is_decided for move in target.worker._receiving.values()))
-    target.scheduler.allocated(request, [DECODE], PROMPT)
+    target.scheduler.allocated(request, [DECODE], PROMPT - 1)
     target.step()
     assert target.told.received == target.told.failed == {"d"}
     assert not any(target.pool.holders)
