@@ -29,12 +29,14 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         trace: File for the trace, one JSON object a line; no trace if empty.
         wrong_page: While this file exists, kvflow's senders replace the last page of each chunk by another one; only in
             the component that the file names, if it names one.
+        lost_drafts: While this file exists, the caches of a draft model are empty once decode has received a request.
         eases_nixl: Create the conditions that NixlConnector needs on few CPUs: NIXL's progress thread naps 1 ms instead
             of busy-waiting, and a worker does not move to the last CPU.
     """
 
     trace: str = ""
     wrong_page: str = ""
+    lost_drafts: str = ""
     eases_nixl: bool = False
 
     def environment(self) -> dict[str, str]:
@@ -54,6 +56,8 @@ def activate() -> None:
         _ease_nixl()
     if probe.wrong_page:
         _send_wrong_pages(Path(probe.wrong_page))
+    if probe.lost_drafts:
+        _lose_drafts(Path(probe.lost_drafts))
     if probe.trace:
         _note_what_happens(Path(probe.trace))
 
@@ -91,6 +95,39 @@ def _with_a_wrong_one(table: Any) -> Any:
     return table._replace(pages=[*others, max(0, last - 1)])
 
 
+def _lose_drafts(switch: Path) -> None:
+    def change(connector: Any) -> None:
+        register, finished = connector.register_kv_caches, connector.get_transfer_results
+        drafts: list[Any] = []
+
+        def register_kv_caches(caches: Mapping[str, Any]) -> None:
+            drafts.extend(cache for name, cache in caches.items() if name.startswith("draft_model."))
+            register(caches)
+
+        def get_transfer_results(ended: set[str]) -> Any:
+            results = finished(ended)
+            if results.finished_recving and switch.exists():
+                for cache in drafts:
+                    cache.zero_()
+            return results
+
+        connector.register_kv_caches, connector.get_transfer_results = register_kv_caches, get_transfer_results
+
+    _change_connectors(change)
+
+
+def _change_connectors(change: Callable[[Any], None]) -> None:
+    factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    create = factory.create_connector
+
+    def create_connector(*arguments: Any, **options: Any) -> Any:
+        connector = create(*arguments, **options)
+        change(connector)
+        return connector
+
+    factory.create_connector = create_connector
+
+
 def _note_what_happens(path: Path) -> None:
     file = path.open("a", buffering=1)
 
@@ -98,7 +135,7 @@ def _note_what_happens(path: Path) -> None:
         file.write(json.dumps({"at": time.monotonic(), "event": event, "requests": requests, "values": values}) + "\n")
 
     _note_steps(note)
-    _note_connector(note)
+    _change_connectors(functools.partial(_note_calls, note))
     _note_kvflow(note)
 
 
@@ -128,19 +165,7 @@ def _note_steps(note: Note) -> None:
     worker.execute_model, worker.sample_tokens = execute_model, sample_tokens
 
 
-def _note_connector(note: Note) -> None:
-    factory: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
-    create = factory.create_connector
-
-    def create_connector(*arguments: Any, **options: Any) -> Any:
-        connector = create(*arguments, **options)
-        _note_calls(connector, note)
-        return connector
-
-    factory.create_connector = create_connector
-
-
-def _note_calls(connector: Any, note: Note) -> None:
+def _note_calls(note: Note, connector: Any) -> None:
     matched, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
     finished = connector.get_transfer_results
 

@@ -53,6 +53,7 @@ class Deployment:
         mooncake_port: Port where prefill answers routers of the `mooncake` dialect.
         prefill_address: Address of the first prefill rank.
         wrong_page: While this file exists, prefill sends a page of another request.
+        lost_drafts: While this file exists, the caches of a draft model are lost on the way to decode.
 
     Args:
         own: What only "prefill" has, or only "decode".
@@ -70,10 +71,15 @@ class Deployment:
         load_failure_policy: str = "fail",
         own: Mapping[str, Own] | None = None,
     ) -> None:
-        self.wrong_page = place / "wrong_page"
+        self.wrong_page, self.lost_drafts = place / "wrong_page", place / "lost_drafts"
         self.mooncake_port, port = unused_port(), unused_port()
         self.prefill_address = f"tcp://127.0.0.1:{port}"
-        probe = Probe(wrong_page=str(self.wrong_page)).environment()
+        others = [it["kv_connector"] for here in (own or {}).values() for it in (*here.before, *here.after)]
+        probe = Probe(
+            wrong_page=str(self.wrong_page),
+            lost_drafts=str(self.lost_drafts),
+            eases_nixl="NixlConnector" in others,
+        ).environment()
         described = pair(
             model=str(model or prepare_smollm2()),
             served_name=MODEL,
