@@ -1,6 +1,7 @@
-"""Helpers that only engines call: which heads a rank holds, and how its own lists map to pages and token ranges.
+"""Formulas for engine authors: which heads a rank holds, and how an engine's lists map to pages and token ranges.
 
-kvflow itself does not use these formulas: it intersects regions (`compile_routes`), and the tests compare the two.
+The adapters use `head_range` and `shard_pages`. The planner uses none of them: it intersects regions
+(`compile_routes`), and tests compare the two, and some formulas with SGLang's functions of the same purpose.
 """
 
 from typing import Any, NamedTuple

@@ -237,7 +237,7 @@ class SglangRank:
 
     def pages(self, indices: NDArray[Any], states: Sequence[Any]) -> tuple[KVLayout, Pages]:
         """Return the layout, and what the adapter gives kvflow."""
-        return self.pools.layout, self.pools.pages(indices) | self.pools.state_pages(TOKENS, states)
+        return self.pools.layout, self.pools.pages(TOKENS, indices) | self.pools.state_pages(TOKENS, states)
 
 
 def with_heads(tp_size: int) -> Any:

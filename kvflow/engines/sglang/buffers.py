@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvflow import LayoutError, head_range
-from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, regions_from_pointers
+from kvflow.geometry import BufferLists, OpaqueItem, PagePart, PageRows, Region, TokenShard, regions_from_pointers
 
 __all__ = ["ListedBuffer", "Parts", "Shard", "buffers_in", "keys_and_values", "regions_of"]
 
@@ -23,6 +23,7 @@ class Shard(NamedTuple):
         pp_rank: Stage of this rank.
         is_mla: Each rank holds the latents of all heads.
         has_unknown_order: The order of heads within a page of the main pool is unknown.
+        tokens: Tokens of the main pool that this rank holds (decode context parallelism).
     """
 
     kv_heads: int
@@ -32,6 +33,7 @@ class Shard(NamedTuple):
     pp_rank: int = 0
     is_mla: bool = False
     has_unknown_order: bool = False
+    tokens: TokenShard = TokenShard()
 
     @property
     def heads(self) -> tuple[int, int]:

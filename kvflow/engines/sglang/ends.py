@@ -152,7 +152,7 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         if wanted is None or manager.request_status.get(room) != KVPoll.Bootstrapping:
             return
         tokens = wanted.get("kv")
-        if tokens is None or tokens[0] % manager.pools.page_size:
+        if tokens is None or tokens[0] % manager.pools.index_tokens:
             self._refuse(f"decode wants tokens {tokens}, which do not start at a page")
             return
         self._prefix = manager.req_to_decode_prefix_len[room] = tokens[0]
@@ -193,20 +193,27 @@ class KvflowKVSender(TransferEnd, CommonKVSender):
         """
         return KVPoll.Transferring if status == KVPoll.Failed and self.is_read else status
 
-    def offer(self, first_page: int, kv_indices: Any, *, ready: Any) -> None:
+    def offer(self, first: int, kv_indices: Any, num_tokens: int | None, *, ready: Any) -> None:
         """Send pages that are not the last ones; raise KvflowError if they do not fit or the transfer has failed."""
         pools = self.kv_mgr.pools
-        tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
+        tokens = pools.tokens(self._prefix, first, len(kv_indices), num_tokens)
         if self.transfer is not None:
-            self.transfer.chunk(tokens, pools.pages(kv_indices), ready=ready)
+            self.transfer.chunk(tokens, pools.pages(tokens, kv_indices), ready=ready)
 
     def offer_last(
-        self, first_page: int, kv_indices: Any, states: Sequence[Any] | None, *, metadata_row: int, ready: Any
+        self,
+        first: int,
+        kv_indices: Any,
+        states: Sequence[Any] | None,
+        num_tokens: int | None,
+        *,
+        metadata_row: int,
+        ready: Any,
     ) -> None:
         """Send the last pages, the states and the metadata; see `offer`."""
         pools = self.kv_mgr.pools
-        tokens = pools.tokens(self._prefix, first_page, len(kv_indices))
-        pages = pools.pages(kv_indices) | pools.state_pages((0, tokens[1]), states)
+        tokens = pools.tokens(self._prefix, first, len(kv_indices), num_tokens)
+        pages = pools.pages(tokens, kv_indices) | pools.state_pages((0, tokens[1]), states)
         if self.transfer is not None:
             self._is_offered = True
             self.kv_mgr.request_times.note((self.bootstrap_room,), "last prefill step ended")
@@ -237,6 +244,9 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
 
     priority = 0
     """kvflow's priority class of the request; see `plugin`, because SGLang does not pass the request on."""
+
+    num_tokens: int | None = None
+    """Tokens of the request without its prefix; see `plugin`, because SGLang passes on only their pages."""
 
     transfer: BlockingReceiver | None = None
     _metadata_row = -1
@@ -292,8 +302,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
         pools = self.kv_mgr.pools
         self._metadata_row = -1 if aux_index is None else aux_index
         with contained(self._refuse):
-            tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices))
-            pages = pools.pages(kv_indices) | pools.state_pages(tokens, state_indices)
+            tokens = pools.tokens(decode_prefix_len or 0, 0, len(kv_indices), self.num_tokens)
+            pages = pools.pages(tokens, kv_indices) | pools.state_pages(tokens, state_indices)
             self.transfer.grant(tokens=tokens, pages=pages)
             self.init_time = time.time()  # noqa: TID251 - SGLang compares it with the wall clock
 

@@ -33,7 +33,7 @@ from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import default_limits, default_timeouts, read_settings
 from kvflow.engines.times import RequestTimes
 from kvflow.errors import shorten
-from kvflow.geometry import Location
+from kvflow.geometry import Location, TokenShard
 
 if TYPE_CHECKING:
     from kvflow.engines.sglang.ends import TransferEnd
@@ -248,6 +248,7 @@ class KvflowKVManager(CommonKVManager):
         aux_index: int | None = None,
         state_indices: Any = None,
         *,
+        num_kv_tokens: int | None = None,
         wait_event: Any = None,
         **_: Any,
     ) -> None:
@@ -266,9 +267,9 @@ class KvflowKVManager(CommonKVManager):
         first = index_slice.start
         if is_last_chunk:
             row = -1 if aux_index is None else aux_index
-            sender.offer_last(first, kv_indices, state_indices, metadata_row=row, ready=wait_event)
+            sender.offer_last(first, kv_indices, state_indices, num_kv_tokens, metadata_row=row, ready=wait_event)
         else:
-            sender.offer(first, kv_indices, ready=wait_event)
+            sender.offer(first, kv_indices, num_kv_tokens, ready=wait_event)
         if self.request_status.get(bootstrap_room) == KVPoll.WaitingForInput:
             self.update_status(bootstrap_room, KVPoll.Transferring)
 
@@ -285,6 +286,7 @@ def _describe(args: Any, *, is_mla: bool, fingerprint: str | None) -> PoolMap:
         pp_rank=args.pp_rank,
         is_mla=is_mla,
         has_unknown_order=_is_vectorized(),
+        tokens=TokenShard(parallel.attn_dcp_size, parallel.attn_dcp_rank),
     )
     if fingerprint is None:
         sizes = f"{model.num_hidden_layers}x{model.hidden_size}"

@@ -6,7 +6,9 @@ Each component of the layout is one of SGLang's lists of buffers:
 - "draft": the same for the layers of a draft model, which is optional for decode;
 - one for each state, named after its kind; see `kvflow.engines.sglang.states`.
 
-All of them move in whole pages, as in SGLang, so page sizes must be equal on both sides.
+All of them move in whole pages, as in SGLang, so page sizes must be equal on both sides. With decode context
+parallelism, a rank holds every n-th token of "kv", and an entry of SGLang's index lists is for a page on each of n
+ranks. The draft model and the states are whole on each rank.
 """
 
 from collections.abc import Sequence
@@ -16,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow import KVLayout, LayoutError, PlanError, TokenPages
-from kvflow.engines.sglang.buffers import ListedBuffer, Shard, buffers_in, keys_and_values, regions_of
+from kvflow.engines.sglang.buffers import ListedBuffer, Parts, Shard, buffers_in, keys_and_values, regions_of
 from kvflow.engines.sglang.states import State, describe_state
-from kvflow.geometry import BufferLists, Component, Location, OpaqueItem, Region, layout_from_pointers
+from kvflow.geometry import BufferLists, Component, Location, PagePart, Region, layout_from_pointers, shard_pages
 
 __all__ = ["PoolMap", "describe_pools"]
 
@@ -37,22 +39,44 @@ class PoolMap:
         paged: Components whose pages are in SGLang's `kv_indices`.
         states: States, in the order of `state_types`.
         page_size: Tokens of a page.
+
+    Attributes:
+        index_tokens: Tokens of an entry of `kv_indices`.
     """
 
     def __init__(self, layout: KVLayout, paged: Sequence[str], states: Sequence[State], page_size: int) -> None:
         self.layout = layout
-        self.page_size = page_size
+        self._shard = layout.component("kv").shard
+        self.index_tokens = page_size * self._shard.size
+        self._page_size = page_size
         self._paged = paged
         self._states = states
 
-    def tokens(self, prefix: int, first_page: int, num_pages: int) -> tuple[int, int]:
-        """Return the token range of whole pages, of which the first is `first_page` pages after the prefix."""
-        start = prefix + first_page * self.page_size
-        return start, start + num_pages * self.page_size
+    def tokens(self, prefix: int, first: int, count: int, num_tokens: int | None) -> tuple[int, int]:
+        """Return the token range of `count` entries of `kv_indices`, up to the end of a page.
 
-    def pages(self, kv_indices: NDArray[Any]) -> Tables:
-        """Return the page tables of a chunk."""
-        return dict.fromkeys(self._paged, kv_indices)
+        Args:
+            prefix: Tokens before the first entry of the request.
+            first: Number of entries before these.
+            count: Number of entries.
+            num_tokens: Tokens that they hold, without which the last page is known only if an entry is a page.
+
+        Raises:
+            PlanError: The number of tokens is needed, and unknown.
+        """
+        start = prefix + first * self.index_tokens
+        if self._shard.size == 1:
+            return start, start + count * self._page_size
+        if num_tokens is None:
+            raise PlanError("number of tokens is unknown, which context parallelism needs", entries=count)
+        return start, start + -(-num_tokens // self._page_size) * self._page_size
+
+    def pages(self, tokens: tuple[int, int], kv_indices: NDArray[Any]) -> Tables:
+        """Return the page tables of a chunk; raise PlanError if they do not fit its tokens."""
+        tables: Tables = dict.fromkeys(self._paged, kv_indices)
+        if self._shard.size > 1:
+            tables["kv"] = shard_pages(tokens, kv_indices, self._shard, self._page_size)
+        return tables
 
     def state_pages(self, tokens: tuple[int, int], state_indices: Sequence[Any] | None) -> Tables:
         """Return the page tables of a request's states; None where it has none.
@@ -70,7 +94,7 @@ class PoolMap:
         tables: Tables = {}
         for state, indices in zip(self._states, given, strict=True):
             flat = None if indices is None else np.asarray(indices).reshape(-1)
-            tables |= state.pages(tokens, flat, self.page_size)
+            tables |= state.pages(tokens, flat, self._page_size)
         return tables
 
 
@@ -82,7 +106,7 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
     """
     _refuse_unknown(args, shard)
     main, draft = _main_buffers(args, shard)
-    components = [Component("kv", _cells(main, args, shard))]
+    components = [Component("kv", _cells(main, args, shard), shard=shard.tokens)]
     if draft:
         components.append(Component("draft", _cells(draft, args, shard, main=main)))
     paged = [component.name for component in components]
@@ -102,6 +126,8 @@ def describe_pools(args: Any, shard: Shard, *, fingerprint: str, location: Locat
 
 
 def _refuse_unknown(args: Any, shard: Shard) -> None:
+    if shard.tokens.size > 1 and not shard.is_mla:
+        raise LayoutError("kvflow does not move these pools of SGLang", reason="only latents are shared by tokens")
     if getattr(args, "mla_compression_ratios", None):
         raise LayoutError("kvflow does not move these pools of SGLang", reason="DeepSeek V4 has not been tried")
     if getattr(args, "kv_buf_groups", None):
@@ -148,10 +174,17 @@ def _cells(
             is_opaque=shard.has_unknown_order,
             optional=is_draft,
         )
+    page_size = args.page_size * (shard.tokens.size if is_draft else 1)  # a draft model has all tokens of an entry
+
+    def latents(one: ListedBuffer) -> Parts:
+        return [PagePart("latent", one.item // page_size, "uint8")]
+
     # A draft model may have ordinary attention beside latents: its heads are sharded, and their number is unknown.
-    has_latents = main is None or {one.item for one in buffers} <= {one.item for one in main}
-    item = OpaqueItem("latent") if has_latents else shard.opaque("draft")
-    return regions_of(buffers, item, page_size=args.page_size, optional=is_draft)
+    known = {one.item // args.page_size for one in main or ()}
+    has_latents = not is_draft or {one.item // page_size for one in buffers} <= known
+    return regions_of(
+        buffers, latents if has_latents else shard.opaque("draft"), page_size=page_size, optional=is_draft
+    )
 
 
 def _state_names(kinds: Sequence[Any]) -> list[str]:

@@ -35,7 +35,6 @@ def refuse_unserved(mode: Any) -> None:
     parallel, disagg = get_parallel(), get_disagg()
     unserved = {
         "context parallelism": parallel.attn_cp_size > 1 or parallel.enable_cp_tp_group_sharing,
-        "decode context parallelism": parallel.attn_dcp_size > 1,
         "sharding of the KV cache": parallel.enable_kv_cache_sharding,
         "layer split of DSA's cache": parallel.enable_dsa_cache_layer_split,
         "pipeline stages on decode": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,

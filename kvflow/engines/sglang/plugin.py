@@ -22,6 +22,7 @@ __all__ = ["NAME", "activate"]
 NAME: Final = "kvflow"
 SERVED: Final = "0.5.23"
 CREATE: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+GRANT: Final = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
 DEFER: Final = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
 AGREE: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group"
 AGREE_STAGES: Final = "sglang.srt.disaggregation.utils.poll_and_all_reduce_prefill_pp"
@@ -66,10 +67,11 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 def _hook_queues() -> None:
     """Keep SGLang's queues from freeing pages that may still be written to or read, and poll every stage.
 
-    Receivers get the priority of their requests.
+    Receivers get the priority and the number of tokens of their requests.
     """
     # `register` and `apply_hooks` would skip what another plugin has already hooked, and only log failures.
     HookRegistry._apply_target(CREATE, [(HookType.AFTER, _pass_priority, None)])
+    HookRegistry._apply_target(GRANT, [(HookType.BEFORE, _pass_num_tokens, None)])
     HookRegistry._apply_target(DEFER, [(HookType.AFTER, _forget_deadline, None)])
     HookRegistry._apply_target(AGREE, [(HookType.AROUND, _await_readers, None)])
     HookRegistry._apply_target(AGREE_STAGES, [(HookType.BEFORE, _take_changes, None)])
@@ -88,6 +90,11 @@ def _pass_priority(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> Any
         sign = 1 if queue.scheduler.schedule_low_priority_values_first else -1
         result.kv_receiver.priority = priority_class(sign * req.priority)
     return result
+
+
+def _pass_num_tokens(queue: Any, decode_req: Any, kv_indices: Any, *_: Any, **__: Any) -> None:
+    """Let a receiver know how many tokens it gets pages for."""
+    decode_req.kv_receiver.num_tokens = len(kv_indices)
 
 
 def _forget_deadline(result: Any, queue: Any, decode_req: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import sglang.srt.configs.mamba_utils as states
 import sglang.srt.mem_cache.memory_pool as pools
 import torch
+from sglang.srt.layers.dcp.layout import localize_dcp_indices
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 __all__ = ["MODELS", "Held", "Model", "Rank", "share"]
@@ -20,7 +21,10 @@ UNTOUCHED: Final = 0xEE
 
 
 class Rank(NamedTuple):
-    """A rank; with data parallelism, of attention or of replicas, also which of them."""
+    """A rank; with data parallelism, of attention or of replicas, also which of them.
+
+    With decode context parallelism, `dcp_size` neighbouring ranks share the tokens of latents.
+    """
 
     tp_size: int
     tp_rank: int
@@ -30,6 +34,7 @@ class Rank(NamedTuple):
     dp_rank: int = 0
     replicas: int = 1
     replica: int = 0
+    dcp_size: int = 1
 
 
 class Held(NamedTuple):
@@ -126,7 +131,7 @@ class Model:
         """Return the first token of a sliding window."""
         return prefix
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         """Return SGLang's `state_indices`, as its `_full_kv_pages_payload` and similar functions do."""
         return None
 
@@ -163,8 +168,10 @@ class Model:
                 found.append(f"tensor {number} differs")
             if isinstance(index, torch.Tensor):
                 rest = torch.ones(len(tensor), dtype=torch.bool)
-                size = self.page if len(tensor) > PAGES + 1 else 1
+                size = self.page if len(tensor) > (PAGES + 1) * request[2].dcp_size else 1
                 pages = torch.unique(index // size)
+                if size > 1 and request[2].dcp_size > 1:  # the rest of a last page may be all that a rank has of it
+                    pages = torch.as_tensor(request[3].pages)
                 rest[(pages[:, None] * size + torch.arange(size)).reshape(-1)] = False
                 if not bool((tensor[rest].contiguous().view(torch.uint8) == UNTOUCHED).all()):
                     found.append(f"tensor {number} was changed elsewhere")
@@ -200,18 +207,26 @@ class Latent(Model):
             "start_layer": layers.start,
         }
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
-        return [held.pages] if self.index else None
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
+        return [self.index_pages(held, tokens, dcp_size)] if self.index else None
+
+    def index_pages(self, held: Held, tokens: int, dcp_size: int) -> Any:
+        """Return the pages of the index, which each rank has for all tokens: several in an entry for several ranks."""
+        pages = (np.asarray(held.pages, np.int64)[:, None] * dcp_size + np.arange(dcp_size)).reshape(-1)
+        return pages[: -(-tokens // self.page) - held.behind * dcp_size].astype(np.int32)
 
     def cells(
         self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int
     ) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
-        rows = self.rows(held.pages, tokens, prefix)
+        span = self.page * rank.dcp_size
+        places = (torch.as_tensor(held.pages.astype(np.int64))[:, None] * span + torch.arange(span)).reshape(-1)
+        local = localize_dcp_indices(places[: tokens - prefix], rank.dcp_size, rank.tp_rank % rank.dcp_size)
+        rows, is_local = local[local >= 0], local >= 0
         for layer, number in enumerate(self.span(rank)):
-            yield pool.kv_buffer[layer], rows, content(number, tokens, 1, 576)[prefix:]
+            yield pool.kv_buffer[layer], rows, content(number, tokens, 1, 576)[prefix:][is_local]
             if self.index:
                 keys = pool.index_k_with_scale_buffer[layer].view(torch.uint8)
-                pages = torch.as_tensor(np.asarray(held.pages, np.int64))
+                pages = torch.as_tensor(self.index_pages(held, tokens, rank.dcp_size).astype(np.int64))
                 whole = -(-tokens // self.page)
                 data = content(100 + number, whole, keys.shape[1], dtype=torch.uint8)
                 yield keys, pages, data[whole - len(pages) :]
@@ -240,7 +255,7 @@ class Window(Model):
     def window_start(self, tokens: int, prefix: int) -> int:
         return max(prefix, tokens - self.size) // self.page * self.page
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         return [held.window]
 
     def cells(
@@ -298,7 +313,7 @@ class Recurrent(Model):
             ),
         }
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         return [np.array([held.slot])]
 
     def cells(

@@ -47,7 +47,7 @@ class Tail(Latent):
             skip_topk_layers=[number == 1 for number in self.span(rank)],
         )
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         class View:
             kpool_use_compress, index_kpool, tail_extra_slots = True, 4, self.extra
 
@@ -94,7 +94,7 @@ class Scaled(Window):
             token_to_kv_pool_class=pools.MHATokenToKVPoolMXFP8,
         )
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         return [held.window, held.whole, held.window] if self.has_window else [held.whole]
 
     def cells(self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int) -> Cells:
@@ -128,7 +128,7 @@ class MiniMax(Model):
             end_layer=4,
         )
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         return [held.pages, held.whole]
 
     def cells(self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int) -> Cells:
@@ -150,7 +150,7 @@ class Grouped(Recurrent):
             num_request_slots=9,
         )
 
-    def state_indices(self, held: Held, tokens: int) -> Any:
+    def state_indices(self, held: Held, tokens: int, dcp_size: int = 1) -> Any:
         return [*super().state_indices(held, tokens), [held.slot], held.whole]
 
     def cells(self, pool: Any, draft: Any, rank: Rank, held: Held, tokens: int, prefix: int) -> Cells:

@@ -1,5 +1,6 @@
 """One side of a deployment in one process: managers of all its ranks, created as SGLang's schedulers do."""
 
+import functools
 import itertools
 import logging
 import sys
@@ -89,7 +90,10 @@ def set_rank(rank: Rank) -> None:
         attn_tp_size=rank.tp_size,
         attn_tp_rank=rank.tp_rank,
         attn_tp_group=Group(f"tp of stage {rank.pp_rank}", rank.tp_rank),
-        attn_dcp_rank=0,
+        dcp_size=rank.dcp_size,
+        dcp_enabled=rank.dcp_size > 1,
+        attn_dcp_size=rank.dcp_size,
+        attn_dcp_rank=rank.tp_rank % rank.dcp_size,
         attn_dp_size=rank.dp_size,
         attn_dp_rank=rank.dp_rank,
         dp_size=rank.replicas,
@@ -147,6 +151,7 @@ class Side:
         port: Port of the bootstrap server.
         tp_size: Ranks that share the heads.
         pp_size: Pipeline stages.
+        dcp_size: Ranks that share the tokens of latents.
         has_checksum: SGLang's checksums are on, which adds a row of metadata.
         backend: Name of the transfer backend, as on SGLang's command line.
     """
@@ -158,6 +163,7 @@ class Side:
         port: int,
         tp_size: int = 1,
         pp_size: int = 1,
+        dcp_size: int = 1,
         *,
         has_checksum: bool = False,
         backend: str = "kvflow",
@@ -171,7 +177,10 @@ class Side:
         self._server = server("127.0.0.1", port) if mode == "prefill" else None
         time.sleep(0.3 if self._server else 0)  # SGLang offers no way to tell when it listens
         self._has_checksum = has_checksum
-        self.ranks = [Rank(tp_size, tp, pp_size, pp) for tp in range(tp_size) for pp in range(pp_size)]
+        self.ranks = [
+            Rank(tp_size, tp, pp_size, pp, dcp_size=dcp_size) for tp in range(tp_size) for pp in range(pp_size)
+        ]
+        self._dcp_size, self._entry = dcp_size, self.model.page * dcp_size
         self.pools: list[Any] = []
         self.drafts: list[Any] = []
         self.metadata: list[Any] = []
@@ -201,7 +210,7 @@ class Side:
 
     def hold(self, tokens: int, prefix: int) -> Held:
         """Choose pages for a request."""
-        page = self.model.page
+        page = self._entry
         first = self.model.window_start(tokens, prefix)
         return Held(
             self._random.permutation(PAGES - 1)[: -(-tokens // page)].astype(np.int32) + 1,
@@ -308,8 +317,10 @@ class Side:
         self.metadata[number].output_ids[5, 0] = FIRST_TOKEN
         parts = np.array_split(held.pages, max(1, min(chunks, len(held.pages))))
         for place, part in enumerate(parts):
-            states = self.model.state_indices(held, tokens) if place == len(parts) - 1 else None
-            end.send(part, states, num_kv_tokens=len(part) * self.model.page)
+            states = self.model.state_indices(held, tokens, self._dcp_size) if place == len(parts) - 1 else None
+            count = min(len(part) * self._entry, tokens - prefix)
+            end.send(part, states, num_kv_tokens=count)
+            prefix += count
 
     def _receive(self, room: int, held: Held, tokens: int, prefix: int, _: int, deadline: float) -> list[Any]:
         for number in range(len(self.ranks)):
@@ -317,9 +328,31 @@ class Side:
             assert self.managers[number].try_ensure_parallel_info(self.address)
         ends = [self.end(number, room) for number in range(len(self.ranks))]
         for end in ends:
-            end.send_metadata(held.pages, 3, self.model.state_indices(held, tokens), decode_prefix_len=prefix)
+            self._grant(end, held, tokens, prefix)
         wait_for(ends, deadline, KVPoll.Success)
         return ends
+
+    def _grant(self, end: Any, held: Held, tokens: int, prefix: int) -> None:
+        """Send the pages of a request as SGLang's queue does, which alone knows the number of its tokens."""
+        from sglang.srt.disaggregation.decode import DecodePreallocQueue  # noqa: PLC0415 - takes seconds
+
+        queue = SimpleNamespace(
+            req_to_metadata_buffer_idx_allocator=SimpleNamespace(alloc=lambda: 3),
+            transfer_queue=SimpleNamespace(enable_staging=False),
+            _num_published_destinations=0,
+            _transfer_page_indices=functools.partial(DecodePreallocQueue._transfer_page_indices, None),
+        )
+        stamps = SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None)
+        request = SimpleNamespace(kv_receiver=end, is_rebootstrap=False, req=SimpleNamespace(time_stats=stamps))
+        places = (np.asarray(held.pages, np.int64)[:, None] * self._entry + np.arange(self._entry)).reshape(-1)
+        DecodePreallocQueue._send_kv_metadata(
+            queue,
+            request,
+            torch.as_tensor(places[: tokens - prefix]),
+            self._entry,
+            self.model.state_indices(held, tokens, self._dcp_size),
+            decode_prefix_len=prefix,
+        )
 
     def _compare(self, number: int, room: int, held: Held, tokens: int, prefix: int) -> list[str]:
         found = self.model.differences(*self._request(number, held, tokens, prefix))

@@ -9,7 +9,7 @@ from kvflow import LayoutError, PlanError, RouteError, TokenPages
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.states import REFUSED
-from kvflow.geometry import Location, Route, compile_routes
+from kvflow.geometry import Location, Route, TokenShard, compile_routes
 from tests.engines.sglang.kv_args import PAGE, kv_args, with_state
 
 DEVICE = Location("VRAM", 3)
@@ -92,6 +92,33 @@ def test_draft_with_heads_beside_latents_goes_to_the_same_rank() -> None:
         assert drafts == {rank}
     whole = describe(args, Shard(1, is_mla=True))
     assert {one.component for route in routes(two, whole) for one in route.slices} == {"kv"}
+
+
+def test_tokens_that_ranks_share() -> None:
+    """An entry of the indices is a page on each of two ranks, and one larger page of a draft model."""
+    args = kv_args(4, 1, groups=1, draft=1)
+    args.kv_item_lens[4], args.kv_data_lens[4] = 2 * args.kv_item_lens[4], 2 * args.kv_data_lens[4]
+    two = [describe(args, Shard(1, 2, rank, is_mla=True, tokens=TokenShard(2, rank))) for rank in range(2)]
+    whole = describe(kv_args(4, 1, groups=1, draft=1), Shard(1, is_mla=True))
+    for prefill, decode in ((two, whole), ([whole], two[1])):
+        found = {(route.engine_rank, one.component) for route in routes(prefill, decode) for one in route.slices}
+        assert found == {(rank, "kv") for rank in range(len(prefill))} | {(0, "draft")}
+    tokens = two[1].tokens(32, 1, 2, 33)
+    assert tokens == (64, 112)
+    tables: Any = two[1].pages(tokens, np.array([3, 5]))
+    assert (tables["kv"].pages.tolist(), tables["draft"].tolist()) == ([3, 5], [3, 5])
+    tables = two[1].pages((64, 65), np.array([3]))
+    assert (tables["kv"].pages.tolist(), tables["draft"].tolist()) == ([], [3])
+    with pytest.raises(PlanError, match="number of tokens is unknown"):
+        two[1].tokens(0, 0, 2, None)
+    with pytest.raises(PlanError, match="do not fit"):
+        two[1].pages((64, 112), np.array([3]))
+    assert whole.tokens(32, 1, 2, None) == (48, 80)
+
+
+def test_tokens_of_heads_are_not_shared() -> None:
+    with pytest.raises(LayoutError, match="only latents are shared"):
+        describe(kv_args(), WHOLE._replace(tokens=TokenShard(2, 0)))
 
 
 def test_pages_of_an_unknown_order_go_to_as_many_ranks() -> None:

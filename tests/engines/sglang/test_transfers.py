@@ -32,6 +32,26 @@ def test_more_ranks(pair: Deployment, name: str, prefill: int, decode: int) -> N
     check(pair, tokens=70)
 
 
+@pytest.mark.parametrize(("tokens", "prefix"), [(200, 0), (333, 256), (65, 0), (513, 512)])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({}, {"tp_size": 2, "dcp_size": 2}),
+        ({"tp_size": 2, "dcp_size": 2}, {}),
+        ({"tp_size": 2, "dcp_size": 2}, {"tp_size": 4, "dcp_size": 4}),
+        ({"tp_size": 2, "dcp_size": 2}, {"tp_size": 2, "dcp_size": 2}),
+    ],
+    ids=["1-2", "2-1", "2-4", "2-2"],
+)
+@pytest.mark.parametrize("name", ["mla", "dsa"])
+def test_tokens_that_ranks_share(
+    pair: Deployment, name: str, prefill: dict[str, int], decode: dict[str, int], tokens: int, prefix: int
+) -> None:
+    """Decode context parallelism: rows are those of SGLang's `localize_dcp_indices`; every rank has all of an index."""
+    pair.open(name, prefill, decode)
+    check(pair, tokens, prefix)
+
+
 @pytest.mark.parametrize("name", ["mha", "dsa"])
 def test_pipeline_stages(pair: Deployment, name: str) -> None:
     pair.open(name, {"pp_size": 2}, {})
