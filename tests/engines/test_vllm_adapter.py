@@ -39,6 +39,7 @@ from tests.support.ports import unused_port
 BLOCK, BLOCKS, HEADS, LAYERS, CONTENT = 4, 32, 2, 3, 16
 PROMPT = 10
 PREFILL, DECODE = [7, 3, 12], [20, 21, 22]
+BACKENDS = ("nixl", "mooncake")
 TIMEOUTS = {"lease_s": 3.0, "grant_s": 30.0}
 
 
@@ -226,6 +227,10 @@ class Server:
             assert time.monotonic() < until, "it never happened"
             self.step()
             time.sleep(0.001)  # as vLLM does
+
+    def is_idle(self) -> bool:
+        """Return whether nothing moves, and all blocks are free."""
+        return not self.worker.is_moving and not any(self.pool.holders)
 
     def tokens(self, blocks: Sequence[int], layers: Sequence[int] = range(LAYERS)) -> list[int]:
         """Return the content of blocks, token by token; it must be the same in all `layers` and heads."""
@@ -1190,3 +1195,48 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     _, params = scheduler.finished(request, (), is_complete=True)
     assert params is not None
     assert params["kvflow_prompt"] == digest
+
+
+@pytest.mark.parametrize(
+    "pair", [{"backend": "nixl"}, {"backend": "mooncake"}], ids=["nixl", "mooncake"], indirect=True
+)
+def test_servers_hand_over_again_after_they_slept(pair: tuple[Server, Server]) -> None:
+    source, target = pair
+    addresses = set()
+    for sleeper in (source, target, None):
+        _, params = prefill(source)
+        addresses.add((params["remote_host"], params["remote_port"]))
+        taken_over = begin_decode(target, params)
+        target.until(lambda: "d" in target.told.received)
+        assert not target.told.failed
+        assert target.tokens(DECODE)[: PROMPT - 1] == list(range(1, PROMPT))
+        target.scheduler.finished(taken_over, (), is_complete=True)
+        target.cells[:] = 0
+        for server in pair:
+            server.until(server.is_idle)
+            server.told, server.awaited = Results(), set()
+        if sleeper is not None:
+            for step in (sleeper.worker.suspend, sleeper.worker.resume):
+                step()
+                step()  # vLLM may repeat them
+            sleeper.step()
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("sleeps", ["prefill", "decode"])
+def test_what_moves_fails_when_a_server_goes_to_sleep(pair: tuple[Server, Server], sleeps: str) -> None:
+    source, target = pair
+    request = asked("p", {"do_remote_decode": True})
+    source.scheduler.add(request)
+    source.step({"p": (0, 6, PREFILL)})
+    begin_decode(target, reply_of(source))
+    source.until(lambda: all(move.is_asked for move in source.worker._moves.values()))
+    sleeper = source if sleeps == "prefill" else target
+    sleeper.worker.suspend()
+    assert not sleeper.worker.is_moving
+    target.until(lambda: "d" in target.told.failed)
+    assert source.scheduler.finished(request, (), is_complete=False) == (True, None)
+    source.step(finished=["p"])
+    source.until(lambda: "p" in source.told.sent)
+    for server in pair:
+        server.until(server.is_idle)

@@ -34,7 +34,7 @@ from kvflow.engines.vllm.metrics import Metrics, Stats
 from kvflow.engines.vllm.options import Options, read_options
 from kvflow.engines.vllm.ranks import Place, open_ranks
 from kvflow.engines.vllm.scheduler import ConnectorScheduler
-from kvflow.engines.vllm.waiting import sleep_instead_of_spinning
+from kvflow.engines.vllm.waiting import sleep_while
 from kvflow.engines.vllm.worker import ConnectorWorker
 from kvflow.geometry import TokenShard
 
@@ -94,8 +94,6 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 trust=self._options.load_trust(),
                 on_recomputed=self._stats.note_recomputed,
             )
-            if self._patience_s:
-                sleep_instead_of_spinning(lambda: self._scheduler.is_empty)
 
     @classmethod
     @override
@@ -105,8 +103,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: memory that is mapped anew is not registered again. vLLM 0.33 asks for it."""
-        return False
+        """Return whether vLLM calls `unregister_kv_caches` and `restore_kv_caches`, as it does from 0.33."""
+        return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
     @classmethod
     @override
@@ -150,7 +148,13 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     @override
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         self._times.step(scheduler_output.num_scheduled_tokens)
-        return self._scheduler.step(scheduler_output)
+        orders = self._scheduler.step(scheduler_output)
+        if orders.is_empty and self._patience_s and not self._options.spin:
+            sleep_while(self._awaits_empty_step)
+        return orders
+
+    def _awaits_empty_step(self) -> bool:
+        return self._scheduler.is_empty
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -219,7 +223,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             on_end=self._stats.note,
             on_blocks=self._stats.note_blocks,
         )
-        sleep_instead_of_spinning(lambda: self._worker.is_moving)
+
+    def unregister_kv_caches(self) -> None:
+        """Close the ranks. In sleep mode, vLLM maps other memory to the addresses of the caches."""
+        self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """Open the ranks again, at the same address of this server."""
+        self._worker.resume()
 
     @override
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -229,6 +240,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin(connector_metadata)
+        if self._worker.is_moving and not self._options.spin:
+            sleep_while(self._has_moves)
+
+    def _has_moves(self) -> bool:
+        return bool(self._worker.is_moving)
 
     @override
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
@@ -287,7 +303,8 @@ def _refuse_unserved(config: Any, options: Options) -> None:
     is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
     unserved = {
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
-        "sleep mode": bool(getattr(config.model_config, "enable_sleep_mode", False)),
+        "sleep mode before 0.33": bool(getattr(config.model_config, "enable_sleep_mode", False))
+        and not KvflowConnector.supports_sleep_mode(config.kv_transfer_config),
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:

@@ -95,7 +95,7 @@ class WorkerReport:
         lost: Requests that can no longer be handed over.
         failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
-        tickets: In the first report of each worker that prefills, one of its tickets.
+        tickets: One of the tickets of each worker that prefills, in its first report after it has opened its ranks.
     """
 
     held: list[int] = field(default_factory=list)

@@ -35,6 +35,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
         registry: As in `kvflow.RankConfig`. Not required: prefill's reply contains its address.
         layerwise: Send each layer of a step as soon as it is computed, instead of all of them after the step.
         signed_tickets: As in `kvflow.DecodeConfig`.
+        spin: Leave vLLM's processes spinning while requests move, instead of letting them sleep; see `waiting`.
     """
 
     source: ClassVar[str] = "kv_connector_extra_config"
@@ -45,6 +46,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
     registry: str | None = None
     layerwise: bool = False
     signed_tickets: bool | None = None
+    spin: bool = False
 
 
 def read_options(extra_config: Mapping[str, Any]) -> Options:

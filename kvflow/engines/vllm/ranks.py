@@ -5,13 +5,13 @@ import os
 import select
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
-from kvflow.addresses import join_address
+from kvflow.addresses import join_address, split_address
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
@@ -44,11 +44,23 @@ class Place:
 
 
 class Ranks:
-    """The ranks of a worker: one that sends, one that receives, or both; `stack` closes them."""
+    """The ranks of a worker: one that sends, one that receives, or both.
+
+    Args:
+        prefill: The rank that sends.
+        decode: The rank that receives.
+        stack: Closes them.
+        reopen: Opens the same ranks again; the first prefill worker gets the port that it is called with.
+    """
 
     def __init__(
-        self, prefill: kvflow.blocking.PrefillRank | None, decode: kvflow.blocking.DecodeRank | None, stack: ExitStack
+        self,
+        prefill: kvflow.blocking.PrefillRank | None,
+        decode: kvflow.blocking.DecodeRank | None,
+        stack: ExitStack,
+        reopen: Callable[[int], "Ranks"],
     ) -> None:
+        self._reopen = reopen
         self._prefill = prefill
         self._decode = decode
         self._ranks = [rank for rank in (prefill, decode) if rank is not None]
@@ -95,6 +107,10 @@ class Ranks:
         """Close the ranks."""
         self._stack.close()
 
+    def reopen(self) -> "Ranks":
+        """Open the same ranks again after `close`, prefill at the same port; errors as in `open_ranks`."""
+        return self._reopen(0 if self._prefill is None else split_address("endpoint", self._prefill.endpoint)[1])
+
 
 def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
     """Open the ranks of a worker, or raise KvflowError; the first worker of a server answers for the others."""
@@ -116,7 +132,9 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
                 prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry or first))
         if place.is_decode:
             decode = make(kvflow.blocking.DecodeRank, _decode_config(options, place))
-        return Ranks(prefill, decode, stack.pop_all())
+        return Ranks(
+            prefill, decode, stack.pop_all(), lambda port: open_ranks(options, replace(place, port=port), layout)
+        )
 
 
 def _prefill_config(options: Options, place: Place, registry: str | None, port: int = 0) -> kvflow.PrefillConfig:

@@ -95,7 +95,7 @@ class ConnectorScheduler:
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
-        ticket: One of the tickets of the first worker; None until workers have reported theirs.
+        ticket: The latest ticket of the first worker; None until workers have reported theirs.
         shares_answers: Another connector keeps the same requests, and vLLM lets only one of them answer with a key.
         held: Blocks that vLLM must not use for anything else.
         is_empty: The last step has computed nothing.
@@ -399,7 +399,7 @@ class ConnectorScheduler:
 
     def take_report(self, report: WorkerReport) -> None:
         """Handle a report; vLLM calls this before it frees the blocks of the requests that end with it."""
-        if self.ticket is None and report.tickets:
+        if report.tickets:
             self.ticket = min(report.tickets, key=itemgetter("engine_rank"))
         self.held.take_report(report)
         self._shortage.note_asked(it for it in report.asked if it in self._sending or it in self._ended)

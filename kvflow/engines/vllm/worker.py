@@ -174,7 +174,9 @@ class ConnectorWorker:
         self._moves: dict[object, _Move] = {}
         self._gates: list[dict[str, Gate]] = []
         self._results = Results()
-        self._report = WorkerReport(tickets=[] if ranks.ticket is None else [ranks.ticket])
+        self._report = WorkerReport()
+        self._report_ticket()
+        self._is_suspended = False
 
     @property
     def is_moving(self) -> bool:
@@ -185,6 +187,29 @@ class ConnectorWorker:
         """Close the ranks."""
         self._open_gates(None)
         self._ranks.close()
+
+    def suspend(self) -> None:
+        """Abort what moves and close the ranks, so that vLLM can unmap the caches; nothing if it is suspended."""
+        for move in self._moves.values():
+            move.abort("the server goes to sleep")
+        self.close()
+        self._apply_updates(self._ranks.completed())
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """Register the caches again, and report new tickets; nothing unless it is suspended.
+
+        Raises:
+            KvflowError: As in `open_ranks`; the worker remains suspended.
+        """
+        if self._is_suspended:
+            self._ranks = self._ranks.reopen()
+            self._report_ticket()
+            self._is_suspended = False
+
+    def _report_ticket(self) -> None:
+        if self._ranks.ticket is not None:
+            self._report.tickets.append(self._ranks.ticket)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -206,9 +231,7 @@ class ConnectorWorker:
         move.blocks.clear()  # vLLM takes them in any case
         if not (sender.is_quiesced or move.is_safe):
             LOGGER.warning("kvflow: %s was preempted while it was read, and is not handed over", move.request_id)
-            move.abort(
-                "preempted while it was read"
-            )  # chunks are missing, so decode cannot succeed with what it reads from now on
+            move.abort("preempted while it was read")  # chunks are missing, so decode cannot succeed from now on
 
     def begin(self, orders: StepOrders) -> None:
         """Start new transfers, before the model runs."""
