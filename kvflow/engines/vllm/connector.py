@@ -167,6 +167,12 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.take_report(report)
 
     @override
+    def reset_cache(self) -> bool:
+        """Forget the ticket: vLLM calls this before it goes to sleep, and workers open new ranks when it wakes up."""
+        self._scheduler.forget_ticket()
+        return True
+
+    @override
     def has_pending_push_work(self) -> bool:
         return self._scheduler.awaits_report
 

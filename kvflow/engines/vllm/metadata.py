@@ -67,6 +67,7 @@ class StepOrders:
         given_up: Requests that ended before they were received, and why.
         reclaimed: Ended requests whose blocks others need, and whether an announcement by decode does not count.
         is_empty: The step computes nothing.
+        wants_ticket: Workers report their ticket again.
     """
 
     opened: dict[str, str] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class StepOrders:
     given_up: dict[str, str] = field(default_factory=dict)
     reclaimed: dict[str, bool] = field(default_factory=dict)
     is_empty: bool = False
+    wants_ticket: bool = False
 
 
 @dataclass
@@ -95,7 +97,7 @@ class WorkerReport:
         lost: Requests that can no longer be handed over.
         failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
-        tickets: One of the tickets of each worker that prefills, in its first report after it has opened its ranks.
+        tickets: One of the tickets of each worker that prefills, when it has opened its ranks, and when it is asked.
     """
 
     held: list[int] = field(default_factory=list)

@@ -95,7 +95,8 @@ class ConnectorScheduler:
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
-        ticket: The latest ticket of the first worker; None until workers have reported theirs.
+        ticket: The latest ticket of the first worker; None until workers have reported theirs, also after
+            `forget_ticket`.
         shares_answers: Another connector keeps the same requests, and vLLM lets only one of them answer with a key.
         held: Blocks that vLLM must not use for anything else.
         is_empty: The last step has computed nothing.
@@ -121,6 +122,7 @@ class ConnectorScheduler:
         self._num_left_out = max(num_left_out, 1 if has_state else 0)
         self._trust = trust
         self.ticket: Mapping[str, object] | None = None
+        self._has_had_ticket = False
         self.shares_answers = False
         self.held = HeldBlocks()
         self.is_empty = False
@@ -397,10 +399,16 @@ class ConnectorScheduler:
         if (key := self._taken_over.pop(request_id, None)) is not None:
             del self._leaders[key]
 
+    def forget_ticket(self) -> None:
+        """Ask workers for another ticket with the next step: they may open new ranks before it."""
+        self.ticket = None
+        self._orders.wants_ticket = True
+
     def take_report(self, report: WorkerReport) -> None:
         """Handle a report; vLLM calls this before it frees the blocks of the requests that end with it."""
         if report.tickets:
             self.ticket = min(report.tickets, key=itemgetter("engine_rank"))
+            self._has_had_ticket = True
         self.held.take_report(report)
         self._shortage.note_asked(it for it in report.asked if it in self._sending or it in self._ended)
         for request_id in report.lost:
@@ -422,7 +430,7 @@ class ConnectorScheduler:
 
         That is the ticket of the first one, and that blocks are safe.
         """
-        return self.held.awaits_proof or (self._is_prefill and self.ticket is None)
+        return self.held.awaits_proof or (self._is_prefill and not self._has_had_ticket)
 
 
 def _leave_out(request: Any, count: int) -> None:

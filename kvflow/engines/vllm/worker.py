@@ -237,6 +237,8 @@ class ConnectorWorker:
         """Start new transfers, before the model runs."""
         self._is_empty_step, self._awaited = orders.is_empty, frozenset(orders.awaited)
         self._given_up = orders.given_up
+        if orders.wants_ticket and not self._is_suspended:
+            self._report_ticket()
         for request_id, room in orders.opened.items():
             self._sending[request_id] = self._begin(request_id, partial(self._ranks.send, room))
         for request_id, reference in orders.announced.items():

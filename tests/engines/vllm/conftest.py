@@ -21,6 +21,10 @@ if importlib.util.find_spec("vllm") is not None:
     from tests.support.ports import unused_port
 
 
+SLEEPING = ("--worker-extension-cls", "tests.engines.vllm.sleeping.SleepingWorker")
+CALLABLE = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         skip = pytest.mark.skip(reason="vLLM is not installed here; run `make test-vllm`")
@@ -43,7 +47,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory, event_addresses: dict[str, st
         place,
         extra_config={"timeouts": {"grant_s": GRANT_S, "open_s": 5.0}},
         arguments=("--max-num-batched-tokens", "512"),  # so that long prompts are computed in chunks
-        own={name: Own(arguments=publish_to(address)) for name, address in event_addresses.items()},
+        own={
+            name: Own(arguments=(*SLEEPING, *publish_to(address)), environment=CALLABLE)
+            for name, address in event_addresses.items()
+        },
     ) as deployment:
         yield deployment
 

@@ -43,7 +43,6 @@ LEFT: Final = {
     "register_finished_partial_tail": "only full blocks are shared, and nothing is kept here",
     "request_finished": "replaced by request_finished_all_groups",
     "requires_kv_delivery": "True for prefill servers, as wanted",
-    "reset_cache": "there is no cache here",
     "reset_capture_state": "nothing is captured",
     "set_host_xfer_buffer_ops": "kvflow has its own host buffers",
     "set_xfer_handshake_metadata": "replaced by set_xfer_handshake_metadata_pp_aware",
