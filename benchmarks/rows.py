@@ -111,18 +111,25 @@ Measure = Callable[[Callable[[Row], None]], Awaitable[Sequence[Row]]]
 
 
 def print_rows(measure: Measure, *, is_json: bool) -> int:
-    """Run a measurement, and print its rows: one JSON object each, or tables, with progress on standard error.
+    """Run a measurement, and print its rows: each as a JSON object at once, or tables at the end.
+
+    With tables, each row goes to standard error at once, so that a run that is cut off has not been for nothing.
 
     Returns:
         The exit code.
     """
 
     def report(row: Row) -> None:
-        if not is_json:
-            print(f"{row.group}: {row.case}, {row.quantity}", file=sys.stderr, flush=True)
+        if is_json:
+            print(rows_as_json([row]), flush=True)
+            return
+        bare = "" if row.bare is None else f" against {_text(row.bare)}, ratio {_text(row.paired_ratio)}"
+        figures = f"{_text(row.kvflow)}{bare} ({UNITS.get(row.unit, row.unit)})"
+        print(f"{row.group}: {row.case}, {row.quantity}: {figures}", file=sys.stderr, flush=True)
 
     rows = anyio.run(measure, report)
-    print(rows_as_json(rows) if is_json else rows_as_table(rows))
+    if not is_json:
+        print(rows_as_table(rows))
     return 0
 
 

@@ -16,7 +16,7 @@ from benchmarks.options import cases_of, names
 from benchmarks.pair.loads import SHAPES
 from benchmarks.processes import ChildProcess
 from benchmarks.rows import Measured, Row, Tail, compare, percentile, print_rows, there_and_back
-from benchmarks.sides import open_sides
+from benchmarks.sides import WrongBytes, open_sides
 from kvflow import ConfigError
 from kvflow.cli.options import add_backend_option, check_backend, check_installed, check_positive
 
@@ -111,17 +111,20 @@ class Plan(msgspec.Struct, frozen=True):
                 for row in await self._rows(engine, players):
                     rows.append(row)
                     on_row(row)
+            for player in players.values():
+                await player.check()
         return rows
 
     async def _rows(self, engine: str, players: "dict[Way, Player]") -> list[Row]:
         singles: dict[Way, list[Played]] = {way: [] for way in self.ways}
         crowds: dict[Way, list[Played]] = {way: [] for way in self.ways}
+        single = Load(engine=engine, count=self.count, gap_s=self.gap_s)
         for way in self.ways:
-            await players[way].play(engine, WARM_UP, 1, self.gap_s)
+            await players[way].play(msgspec.structs.replace(single, count=WARM_UP))
         for way in there_and_back(self.ways, self.rounds):
-            singles[way].append(await players[way].play(engine, self.count, 1, self.gap_s))
+            singles[way].append(await players[way].play(single))
             if way != "bare" and not self.options.is_traced:
-                crowds[way].append(await players[way].play(engine, self.count, LANES, 0.0))
+                crowds[way].append(await players[way].play(Load(engine=engine, count=self.count, lanes=LANES)))
         if self.options.is_traced:
             return list(_step_rows(self, engine, singles["kvflow"]))
         return [*_handover_rows(self, engine, singles), *_call_rows(self, engine, crowds)]
@@ -150,16 +153,32 @@ class Player:
         self._way = way
         self._sides = sides
         self._next_room = 1
+        self._unchecked: Load | None = None
 
-    async def play(self, engine: str, count: int, lanes: int, gap_s: float) -> Played:
-        """Play some requests."""
+    async def play(self, load: Load) -> Played:
+        """Play the requests of a load in rooms of their own."""
         prefill, decode = self._sides
-        load = Load(engine=engine, first_room=self._next_room, count=count, lanes=lanes, gap_s=gap_s)
-        self._next_room += count
+        load = msgspec.structs.replace(load, first_room=self._next_room)
+        self._next_room += load.count
+        first = load.first_room if self._unchecked is None else self._unchecked.first_room
+        self._unchecked = msgspec.structs.replace(load, first_room=first, count=self._next_room - first)
         with self.awake():
             for side in (decode, prefill):
                 await side.tell("play", load=msgspec.to_builtins(load))
             return await prefill.expect("played", load.first_room), await decode.expect("played", load.first_room)
+
+    async def check(self) -> None:
+        """Check the bytes of all loads since the last check, which have to use the same pages, and wipe decode's pool.
+
+        Raises:
+            WrongBytes: Decode's pool does not have what prefill's has, or has something else.
+        """
+        load, self._unchecked = self._unchecked, None
+        with self.awake():
+            await self._sides[1].tell("check", load=msgspec.to_builtins(load))
+            found = await self._sides[1].expect("checked")
+        if not found["is_right"]:
+            raise WrongBytes("the bytes that were received differ from those sent", way=self._way)
 
     async def rest(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Leave both processes idle for some time; return the resources that prefill and decode used."""

@@ -29,6 +29,7 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
         shape: Name in `SHAPES`.
         tokens: Tokens of each request; whole pages.
         port: Port of SGLang's bootstrap server.
+        threads: Threads of SGLang's own backend on prefill: NIXL's, and at most as many of SGLang's transfer workers.
         is_traced: Record the steps of kvflow's handovers.
     """
 
@@ -36,25 +37,34 @@ class EmbeddedOptions(SideOptions, frozen=True, kw_only=True):
     shape: str = "llama3-8b"
     tokens: int = 16
     port: int = 0
+    threads: int = 8
     is_traced: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """An order to transfer consecutive requests.
 
+    Only ends over SGLang's interfaces have `chunks` and `prefix`.
+
     Attributes:
         engine: Name in `ENGINES`.
-        first_room: Room of the first request; the others follow.
+        first_room: Room of the first request; the others follow. `Player` fills it in.
         count: Number of requests.
         lanes: Requests in flight at once.
         gap_s: Time from the poll that reports the grant to the last chunk.
+        is_fragmented: Pages are in random order, which differs between the sides.
+        chunks: Chunks that a request is sent in, one right after the other.
+        prefix: Pages of each request that decode has in its cache, and prefill does not send.
     """
 
     engine: str
-    first_room: int
+    first_room: int = 0
     count: int
     lanes: int = 1
     gap_s: float = 0.0
+    is_fragmented: bool = True
+    chunks: int = 1
+    prefix: int = 0
 
     @property
     def rooms(self) -> range:

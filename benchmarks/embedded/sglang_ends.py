@@ -1,6 +1,7 @@
 """Ends over SGLang's senders and receivers, its own NIXL ones or kvflow's, called as SGLang's schedulers do."""
 
 import importlib
+import json
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ import nixl_cu12._api
 import numpy as np
 
 from benchmarks.embedded.engines import LOOK_S, News
-from benchmarks.embedded.loads import LANES, EmbeddedOptions
+from benchmarks.embedded.loads import LANES, EmbeddedOptions, Load
 from benchmarks.embedded.sglang_shim import install
 from benchmarks.pools import PagePool
 from benchmarks.sides import PREFILL
@@ -25,6 +26,8 @@ __all__ = ["SglangDecode", "SglangPrefill", "open_manager"]
 HOST: Final = "127.0.0.1"
 BOOTSTRAP_S: Final = 0.5
 RETRY_S: Final = 0.1
+WORKERS: Final = 4
+"""Transfer workers of SGLang's prefill by default."""
 
 
 class Manager:
@@ -50,6 +53,9 @@ def open_manager(options: EmbeddedOptions, pool: PagePool) -> Manager:
     """Start SGLang's manager over a pool, and on prefill the bootstrap server. Logging is disabled."""
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("SGLANG_HOST_IP", HOST)
+    os.environ["SGLANG_DISAGGREGATION_QUEUE_SIZE"] = str(min(WORKERS, options.threads))
+    if options.side == PREFILL and options.way == "sglang":
+        os.environ["SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"] = json.dumps({"num_threads": str(options.threads)})
     install()
     sys.modules["nixl"], sys.modules["nixl._api"] = nixl_cu12, nixl_cu12._api  # the name that SGLang imports
     torch = importlib.import_module("torch")
@@ -128,9 +134,11 @@ class SglangPrefill:
     nap_s = LOOK_S
     is_quiet = False
 
-    def __init__(self, manager: Manager, tables: list[list[int]]) -> None:
+    def __init__(self, manager: Manager, tables: list[list[int]], page_size: int, load: Load) -> None:
         self._manager = manager
         self._tables = [np.asarray(table, np.int32) for table in tables]
+        self._page_size = page_size
+        self._chunks = load.chunks
         self._senders: dict[int, Any] = {}
         self._granted: set[int] = set()
 
@@ -142,12 +150,13 @@ class SglangPrefill:
         """Do nothing: `finish` sends everything."""
 
     def finish(self, room: int, *, is_rest: bool) -> None:
-        """Send all tokens and the metadata, which ends the room."""
-        sender, pages, slot = self._senders[room], self._tables[room % LANES], room % LANES
-        sender.pop_decode_prefix_len()
+        """Send all tokens that decode lacks and the metadata, which ends the room."""
+        sender, slot = self._senders[room], room % LANES
+        pages = self._tables[slot][sender.pop_decode_prefix_len() // self._page_size :]
         sender.init(len(pages), slot)
         self._manager.metadata.bootstrap_room[slot, 0] = room
-        sender.send(pages)
+        for chunk in np.array_split(pages, self._chunks):
+            sender.send(chunk)
 
     def completed(self) -> list[News]:
         """Poll each sender."""
@@ -171,9 +180,10 @@ class SglangDecode:
 
     nap_s = LOOK_S
 
-    def __init__(self, manager: Manager, tables: list[list[int]]) -> None:
+    def __init__(self, manager: Manager, tables: list[list[int]], page_size: int, load: Load) -> None:
         self._manager = manager
-        self._tables = [np.asarray(table, np.int32) for table in tables]
+        self._tables = [np.asarray(table[load.prefix :], np.int32) for table in tables]
+        self._prefix_tokens = load.prefix * page_size
         self._receivers: dict[int, Any] = {}
         while not manager.native.try_ensure_parallel_info(manager.address):
             time.sleep(RETRY_S)
@@ -182,7 +192,8 @@ class SglangDecode:
         """Start a request."""
         receiver = self._manager.make(room)
         receiver.init(0)
-        receiver.send_metadata(self._tables[room % LANES], room % LANES, None, decode_prefix_len=0)
+        slot = room % LANES
+        receiver.send_metadata(self._tables[slot], slot, None, decode_prefix_len=self._prefix_tokens)
         self._receivers[room] = receiver
 
     def completed(self) -> list[News]:

@@ -3,11 +3,12 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmarks.bare.endpoint import open_endpoint
 from benchmarks.embedded.bare_ends import BareDecode, BarePrefill
@@ -33,19 +34,32 @@ class Side:
 
     def __init__(self, options: EmbeddedOptions, line: Line) -> None:
         shape = SHAPES[options.shape]
-        size = options.tokens // shape.page_size
         self.options = options
         self.line = line
         self.is_prefill = options.side == PREFILL
-        self.pool = PagePool(shape, LANES * size)
-        self.tables, self.peers = (
-            page_tables(self.pool.num_pages, LANES, size, [is_prefill]).tolist()
-            for is_prefill in (self.is_prefill, not self.is_prefill)
-        )
+        self.pool = PagePool(shape, LANES * (options.tokens // shape.page_size))
         (self.pool.fill if self.is_prefill else self.pool.wipe)()
 
-    def play(self, end: Any, timeline: Timeline | None = None) -> None:
-        """Play loads, or idle, as ordered, until the order to exit."""
+    def tables(self, is_prefill: bool, *, is_fragmented: bool = True) -> list[list[int]]:
+        """Return the pages of each lane on a side."""
+        size = self.pool.num_pages // LANES
+        tables: list[list[int]] = page_tables(
+            self.pool.num_pages, LANES, size, [is_prefill] if is_fragmented else None
+        ).tolist()
+        return tables
+
+    def holds(self, load: Load) -> bool:
+        """Return whether the decode pool has what a load moved, and nothing else; wipe it."""
+        sent, got = (self.tables(side, is_fragmented=load.is_fragmented) for side in (True, False))
+        lanes = sorted({room % LANES for room in load.rooms})
+        src, dst = (np.asarray([tables[lane][load.prefix :] for lane in lanes]).ravel() for tables in (sent, got))
+        others = np.setdiff1d(np.arange(self.pool.num_pages), dst)
+        right = self.pool.holds(dst, src * self.pool.shape.page_size) and self.pool.is_wiped(others)
+        self.pool.wipe()
+        return right
+
+    def play(self, make_end: Callable[[Load], Any], timeline: Timeline | None = None) -> None:
+        """Play loads, check them, or idle, as ordered, until the order to exit."""
         self.line.report("ready")
         play = play_prefill if self.is_prefill else play_decode
         while (order := self.line.receive())["do"] != "leave":
@@ -55,8 +69,11 @@ class Side:
                 self.line.report("rested", cpu_s=time.process_time() - used_s, wall_s=time.monotonic() - began_s)
                 continue
             load = msgspec.convert(order["load"], Load)
+            if order["do"] == "check":
+                self.line.report("checked", is_right=self.holds(load))
+                continue
             with other_work(load.engine) as steps:
-                played = play(end, load)
+                played = play(make_end(load), load)
             played |= {"cpu_s": time.process_time() - used_s, "wall_s": time.monotonic() - began_s}
             marks = timeline.take() if timeline is not None else []
             self.line.report("played", room=load.first_room, steps=steps[0], marks=marks, **played)
@@ -64,8 +81,9 @@ class Side:
     def serve_kvflow(self) -> None:
         """Play with kvflow."""
         timeline = Timeline(self.options.side) if self.options.is_traced else None
-        with (open_prefill if self.is_prefill else open_decode)(self.options, self.pool, self.tables) as end:
-            self.play(end, timeline)
+        open_end = open_prefill if self.is_prefill else open_decode
+        with open_end(self.options, self.pool, self.tables(self.is_prefill)) as end:
+            self.play(lambda _: end, timeline)
 
     def serve_bare(self) -> None:
         """Play without kvflow."""
@@ -74,8 +92,8 @@ class Side:
         endpoint.connect(bytes.fromhex(self.line.receive()["address"]))
         end: PrefillEnd | DecodeEnd = BareDecode(endpoint)
         if self.is_prefill:
-            end = BarePrefill(endpoint, self.tables, self.peers)
-        self.play(end)
+            end = BarePrefill(endpoint, self.tables(True), self.tables(False))
+        self.play(lambda _: end)
         endpoint.close()
 
     def serve_sglang(self) -> None:
@@ -86,7 +104,14 @@ class Side:
             manager = open_manager(self.options, self.pool)
             self.line.report("bound", address="")
             self.line.receive()
-            self.play((SglangPrefill if self.is_prefill else SglangDecode)(manager, self.tables))
+            end = SglangPrefill if self.is_prefill else SglangDecode
+            page_size = self.pool.shape.page_size
+
+            def make_end(load: Load) -> PrefillEnd | DecodeEnd:
+                tables = self.tables(self.is_prefill, is_fragmented=load.is_fragmented)
+                return end(manager, tables, page_size, load)
+
+            self.play(make_end)
         sys.stderr.flush()
         os._exit(0)  # SGLang's threads do not end
 

@@ -184,9 +184,10 @@ async def test_an_insider_who_speaks_without_a_hello_is_cut_off_for_a_second(mes
     async with guarded("other") as deployment, under_way(deployment) as honest:
         prefill = deployment.prefill[0]
         with closing(insider(deployment)) as attacker:
-            say_often(attacker, encode(message))
-            say_often(attacker, encode(message))
-            await until(lambda: prefill.statistics().anomalies.get("connection_cut"))
+            while not prefill.statistics().anomalies.get("connection_cut"):  # budgets grow while a busy machine reads
+                with suppress(kvflow.Unreachable):  # the own end limits the unread bytes
+                    say_often(attacker, encode(message))
+                await anyio.lowlevel.checkpoint()
             assert prefill.statistics().anomalies["stranger_over_budget"] > 1_000
             await honest.go_on()
             await until(lambda: attacker.refused)

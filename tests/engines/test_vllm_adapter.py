@@ -596,7 +596,7 @@ def test_ticket_of_a_room_that_is_gone_is_not_handed_out(pair: tuple[Server, Ser
     target.step()
     target.scheduler.finished(taken_over, (), is_complete=False)
     target.step(finished=["d"])
-    source.until(lambda: source.worker._sending["p"].is_decided)
+    source.until(lambda: source.scheduler._sending["p"].is_lost)
     source.step({"p": (6, PROMPT - 6, PREFILL)})
     assert source.scheduler.finished(request, (), is_complete=True) == (True, NOTHING_KEPT)
     source.step(finished=["p"])
@@ -605,10 +605,14 @@ def test_ticket_of_a_room_that_is_gone_is_not_handed_out(pair: tuple[Server, Ser
 
 
 @pytest.mark.parametrize("transfer", [{}, {"transfer_id": "of the router"}], ids=["nixl", "mooncake"])
-@pytest.mark.parametrize("pair", [{"timeouts": {**TIMEOUTS, "grant_s": 0.3}}], indirect=True)
-def test_answers_to_one_prompt_have_one_ticket(pair: tuple[Server, Server], transfer: dict[str, str]) -> None:
+def test_answers_to_one_prompt_have_one_ticket(
+    pair: tuple[Server, Server], transfer: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """VLLM answers with any of them, after the last has ended; the lease starts then."""
     source, target = pair
+    leased: list[BlockingSender] = []
+    start_lease = BlockingSender.start_lease
+    monkeypatch.setattr(BlockingSender, "start_lease", lambda sender: (leased.append(sender), start_lease(sender)))
     first, second = (asked(f"{number}_cmpl-p", {"do_remote_decode": True, **transfer}) for number in range(2))
     for request in (first, second):
         source.scheduler.add(request)
@@ -616,12 +620,13 @@ def test_answers_to_one_prompt_have_one_ticket(pair: tuple[Server, Server], tran
     delays, params = source.scheduler.finished(first, (), is_complete=True)
     assert delays
     source.step(finished=[first.request_id])
-    time.sleep(1.0)
     source.step()
+    assert not leased
     assert not source.told.sent
     delays, others = source.scheduler.finished(second, (), is_complete=True)
     assert (delays, others) == (False, {**(params or {}), "remote_request_id": second.request_id})
     source.step(finished=[second.request_id])
+    assert len(leased) == 1
     begin_decode(target, others or {})
     target.until(lambda: "d" in target.told.received)
     assert not target.told.failed

@@ -304,8 +304,11 @@ def test_every_decode_rank_gets_its_pages_back(processes: Deployment) -> None:
 
 
 def test_prefill_server_that_comes_back_at_another_address() -> None:
-    """The first request fails and drops the cached address; the next one looks up the new address."""
-    with deployment(SETTINGS) as pair:
+    """The first request fails and drops the cached address; the next one looks up the new address.
+
+    SGLang's heartbeats, which notice a server that starts slowly, are turned off.
+    """
+    with deployment(SETTINGS, SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL="600") as pair:
         pair.start()
         room = begin(pair)
         send(pair, room, 40)
@@ -355,14 +358,15 @@ def test_request_that_decode_never_asks_for(impatient: Deployment) -> None:
 
 
 def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
-    """Decode times out, and gets its pages back by a proof."""
+    """Decode times out, and gets its pages back by a proof. Prefill's own timer may expire before it is told why."""
     impatient.start()
     room = begin(impatient)
     send(impatient, room, 40)
     check_failed(impatient, room, "timed out")
     send(impatient, room, TOKENS, last=True)
     assert impatient.prefill.tell("until", what="is_over", room=room)
-    assert "timed out" in impatient.prefill.tell("ask", what="was_told", room=room)
+    told = impatient.prefill.tell("ask", what="was_told", room=room)
+    assert any(reason in told for reason in ("timed out", "has given up since"))
     check_nothing_is_left(impatient)
 
 
