@@ -311,6 +311,10 @@ def _refuse_unserved(config: Any, options: Options) -> None:
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
         "sleep mode before 0.33": bool(getattr(config.model_config, "enable_sleep_mode", False))
         and not KvflowConnector.supports_sleep_mode(config.kv_transfer_config),
+        # vLLM's NixlConnector refuses it as well: only prefill servers are meant to have it.
+        "prefill context parallelism of a server that decodes": (
+            parallel.prefill_context_parallel_size > 1 and config.kv_transfer_config.is_kv_consumer
+        ),
     }
     found = [name for name, is_used in unserved.items() if is_used]
     if found:

@@ -36,12 +36,19 @@ class Own(NamedTuple):
         after: Connectors after it.
         arguments: Additional arguments.
         environment: Additional environment variables.
+        instead: A connector instead of kvflow's.
     """
 
     before: Sequence[Mapping[str, Any]] = ()
     after: Sequence[Mapping[str, Any]] = ()
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = {}
+    instead: Mapping[str, Any] | None = None
+
+    @property
+    def others(self) -> list[Mapping[str, Any]]:
+        """Connectors other than kvflow's."""
+        return [*self.before, *self.after, *([] if self.instead is None else [self.instead])]
 
 
 class Deployment:
@@ -74,7 +81,7 @@ class Deployment:
         self.wrong_page, self.lost_drafts = place / "wrong_page", place / "lost_drafts"
         self.mooncake_port, port = unused_port(), unused_port()
         self.prefill_address = f"tcp://127.0.0.1:{port}"
-        others = [it["kv_connector"] for here in (own or {}).values() for it in (*here.before, *here.after)]
+        others = [it["kv_connector"] for here in (own or {}).values() for it in here.others]
         probe = Probe(
             wrong_page=str(self.wrong_page),
             lost_drafts=str(self.lost_drafts),
@@ -102,7 +109,7 @@ class Deployment:
             described = msgspec.structs.replace(
                 server,
                 port=unused_port(),
-                connector=_together(server, here) if here.before or here.after else server.connector,
+                connector=_together(server, here) if here.others else server.connector,
                 arguments=(*server.arguments, *here.arguments),
                 environment={**server.environment, **QUIET, **probe, **here.environment},
             )
@@ -158,8 +165,10 @@ class Deployment:
 
 
 def _together(server: VllmServer, own: Own) -> dict[str, Any]:
-    """Put a server's connector and others into one MultiConnector."""
+    """Put a server's connector and others into one MultiConnector, unless another one replaces it."""
     policy = {"kv_load_failure_policy": server.connector.get("kv_load_failure_policy", "fail")}
+    if own.instead is not None:
+        return {**own.instead, **policy}
     connectors = [*own.before, {**server.connector, "kv_role": server.role}, *own.after]
     return {"kv_connector": "MultiConnector", **policy, "kv_connector_extra_config": {"connectors": connectors}}
 

@@ -1,4 +1,4 @@
-"""kvflow's connector beside vLLM's NixlConnector: prefill keeps a request for both, and decode receives it by one."""
+"""kvflow's connector and vLLM's NixlConnector in one server, and in two servers that a router has mixed up."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,3 +61,27 @@ async def test_a_request_that_only_nixl_can_receive(
     assert answer.text == await deployment.text(client, prompt, TOKENS)
     after = await metrics(client, deployment.decode.url)
     assert after[BY_NIXL] > before.get(BY_NIXL, 0)
+
+
+@pytest.fixture(params=["fail", "recompute"])
+def apart(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Deployment, str]]:
+    """Start a prefill server with kvflow and a decode server without."""
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+    own = Own(instead=nixl, environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(unused_port())})
+    with Deployment(tmp_path, own={"decode": own}, load_failure_policy=request.param) as deployment:
+        yield deployment, request.param
+
+
+async def test_a_decode_server_without_kvflow_lives_on(
+    apart: tuple[Deployment, str], client: aiohttp.ClientSession
+) -> None:
+    """It asks kvflow's port in NixlConnector's protocol, hears nothing, and does with the request what it is set to."""
+    deployment, policy = apart
+    for number in range(2):
+        prompt = prompt_of(820 + number, 200)
+        kept = await ask(client, deployment.prefill.url, prompt, 1, PREFILL_PARAMS)
+        assert kept.params is not None
+        answer = await ask(client, deployment.decode.url, prompt, TOKENS, kept.params)
+        text = await deployment.text(client, prompt, TOKENS)
+        assert (answer.status, answer.text) == ((200, text) if policy == "recompute" else (500, ""))
+        assert (await ask(client, deployment.decode.url, prompt, TOKENS)).text == text

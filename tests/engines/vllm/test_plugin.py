@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -141,14 +142,27 @@ def test_series_are_filled() -> None:
     assert (Stats(sent).reduce()["Failures"], Stats(sent).reduce()["Mostly"]) == ("not_granted", "wire")
 
 
+def config_of(role: str, pcp_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1, data_parallel_index=0, prefill_context_parallel_size=pcp_size
+        ),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        kv_transfer_config=KVTransferConfig(kv_connector="KvflowConnector", kv_role=role),
+    )
+
+
+def test_prefill_context_parallelism_is_for_prefill_servers() -> None:
+    connector._refuse_unserved(config_of("kv_producer", 2), Options())
+    for role in ("kv_consumer", "kv_both"):
+        with pytest.raises(ConfigError, match="prefill context parallelism"):
+            connector._refuse_unserved(config_of(role, 2), Options())
+
+
 def test_what_would_corrupt_caches_is_refused() -> None:
     """VLLM 0.33 asks the connector; 0.32 does not."""
-    parallel = SimpleNamespace(
-        data_parallel_size=1,
-        data_parallel_index=0,
-    )
-    model = SimpleNamespace(enable_sleep_mode=False)
-    config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    config = config_of("kv_consumer")
+    model = config.model_config
     connector._refuse_unserved(config, Options())
     model.enable_sleep_mode = True
     with pytest.raises(ConfigError, match="sleep mode"):
