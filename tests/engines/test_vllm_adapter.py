@@ -612,7 +612,12 @@ def test_answers_to_one_prompt_have_one_ticket(
     source, target = pair
     leased: list[BlockingSender] = []
     start_lease = BlockingSender.start_lease
-    monkeypatch.setattr(BlockingSender, "start_lease", lambda sender: (leased.append(sender), start_lease(sender)))
+
+    def note_lease(sender: BlockingSender) -> None:
+        leased.append(sender)
+        start_lease(sender)
+
+    monkeypatch.setattr(BlockingSender, "start_lease", note_lease)
     first, second = (asked(f"{number}_cmpl-p", {"do_remote_decode": True, **transfer}) for number in range(2))
     for request in (first, second):
         source.scheduler.add(request)
