@@ -40,6 +40,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Prompt tokens as counted by the server; 0 in streams.
         began_at: When the client sent the request.
         first_at: When the first token came.
+        second_at: When the second one came; 0 if there was none, or no stream.
         ended_at: When the answer was complete.
     """
 
@@ -50,6 +51,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     began_at: float = 0.0
     first_at: float = 0.0
+    second_at: float = 0.0
     ended_at: float = 0.0
 
 
@@ -88,7 +90,7 @@ async def ask(  # noqa: PLR0913 - a request has many parameters
 
 
 async def _streamed(response: aiohttp.ClientResponse, began_at: float) -> Answer:
-    text, error, first_at = "", "", 0.0
+    text, error, times = "", "", list[float]()
     async for line in response.content:
         if not line.startswith(b"data: {"):
             continue
@@ -96,9 +98,18 @@ async def _streamed(response: aiohttp.ClientResponse, began_at: float) -> Answer
         if "error" in event:
             error = json.dumps(event["error"])
             break
-        first_at = first_at or time.monotonic()
+        times.append(time.monotonic())
         text += "".join(choice["text"] for choice in event["choices"])
-    return Answer(status=200, text=text, error=error, began_at=began_at, first_at=first_at, ended_at=time.monotonic())
+    first_at, second_at = [*times, 0.0, 0.0][:2]
+    return Answer(
+        status=200,
+        text=text,
+        error=error,
+        began_at=began_at,
+        first_at=first_at,
+        second_at=second_at,
+        ended_at=time.monotonic(),
+    )
 
 
 async def hand_over(

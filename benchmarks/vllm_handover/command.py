@@ -15,7 +15,7 @@ from benchmarks.options import counts, names
 from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
 from benchmarks.vllm_handover.client import Answer, ask, hand_over, hand_over_at_once, prompt_of, prompts
 from benchmarks.vllm_handover.soak import soak
-from benchmarks.vllm_handover.timeline import FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
+from benchmarks.vllm_handover.timeline import BETWEEN, FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
 from kvflow.cli.options import check_installed, check_positive
 from kvflow.cli.tasks import open_tasks
 from kvflow.errors import ConfigError, KvflowError
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "prepare"]
 
 TOKENS: Final = 12
-WAYS: Final = ("kvflow", "NixlConnector", "none")
+WAYS: Final = ("kvflow", "patched", "NixlConnector", "none")
 AT_ONCE: Final = "both servers asked at once with kvflow"
+PATCHED_AT_ONCE: Final = "both servers asked at once, patched"
+OWN: Final = {AT_ONCE: "kvflow", PATCHED_AT_ONCE: "patched"}
+"""Pairs whose servers are both asked at once."""
 FIRST_PORT: Final = 8110
 SETTLE_S: Final = 3.0
 SPIN_S: Final = 1.5
@@ -53,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=names,
         default="kvflow,NixlConnector",
         metavar="NAME,...",
-        help="connectors to compare; `none` when idle, and in the soak",
+        help="connectors to compare; `none` when idle, and in the soak; `patched` is kvflow's in a vLLM that begins "
+        "with the second token",
     )
     parser.add_argument("--words", type=counts, default="4,60,250,750,1200", metavar="N,...", help="of the prompts")
     parser.add_argument(
@@ -124,18 +128,20 @@ class _Run:
         self._pairs: dict[str, Pair] = {pair.way: pair for pair in pairs if pair.way != "none"}
         self._client = client
         self._add = add
-        self._failures: dict[str, list[str]] = {way: [] for way in (*self._pairs, AT_ONCE)}
-        self._address = ""
+        self._ways = [*self._pairs, *(way for way, pair in OWN.items() if pair in self._pairs)]
+        self._failures: dict[str, list[str]] = {way: [] for way in self._ways}
+        self._addresses: dict[str, str] = {}
 
     async def times(self, words: int, rounds: int) -> None:
         """Time handovers of requests of one length, one at a time."""
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in (*self._pairs, AT_ONCE)}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in self._ways}
         prompt = prompt_of(0, words)
         for way in found:  # the first connects
             await self._timed(way, prompt)
         for way in there_and_back(list(found), rounds):
             found[way].append(await self._timed(way, prompt))
         tokens = (await ask(self._client, self._pairs["kvflow"].urls[0], prompt, 1)).prompt_tokens
+        self._compare_patched(f"{tokens} tokens", found)
         at_once = found.pop(AT_ONCE)
         for quantity in (HANDOVER, FIRST_TOKEN):
             facts: dict[str, float | str] = {
@@ -149,6 +155,14 @@ class _Run:
             self._row("one request at a time", case, quantity, "ms", values, facts if quantity == HANDOVER else None)
             values["kvflow"] = [each[quantity] * 1e3 for each in at_once]
             self._row(f"the same, {AT_ONCE}", case, quantity, "ms", values)
+
+    def _compare_patched(self, case: str, found: dict[str, list[dict[str, float]]]) -> None:
+        """Compare kvflow's connector with and without the patch, and leave only those without it."""
+        for way, patched in (("kvflow", found.pop("patched", [])), (AT_ONCE, found.pop(PATCHED_AT_ONCE, []))):
+            for quantity in (FIRST_TOKEN, BETWEEN) if patched else ():
+                values = {"kvflow": [each[quantity] * 1e3 for each in patched]}
+                values["NixlConnector"] = [each[quantity] * 1e3 for each in found[way]]
+                self._row(f"prefill's first token, and without ({way})", case, quantity, "ms", values)
 
     def failures(self) -> None:
         """Report how many of the timed requests failed and were repeated."""
@@ -168,21 +182,22 @@ class _Run:
     async def _timed(self, way: str, prompt: str) -> dict[str, float]:
         name = uuid.uuid4().hex
         await anyio.sleep(SPIN_S)
-        pair = self._pairs["kvflow" if way == AT_ONCE else way]
+        pair = self._pairs[OWN.get(way, way)]
         first, second = await self._handed_over(way, pair, prompt, name)
         if second is None or second.status != 200 or second.error:
             self._failures[way].append(first.error or (second.error if second is not None else "no ticket"))
             if len(self._failures[way]) > MOST_FAILURES:
                 raise BenchFailed("too many requests failed", way=way, details=self._failures[way])
             return await self._timed(way, prompt)
-        if way == "kvflow" and first.params is not None:
-            self._address = f"tcp://{first.params['remote_host']}:{first.params['remote_port']}"
+        if way in OWN.values() and first.params is not None:
+            self._addresses[way] = f"tcp://{first.params['remote_host']}:{first.params['remote_port']}"
         prefill, decode = (read_events(trace) for trace in pair.traces)
         return spans(name, prefill, decode, (first, second))
 
     async def _handed_over(self, way: str, pair: "Pair", prompt: str, name: str) -> tuple[Answer, Answer | None]:
-        if way == AT_ONCE:
-            return await hand_over_at_once(self._client, *pair.urls, self._address, prompt, TOKENS, name=name)
+        if way in OWN:
+            address = self._addresses[OWN[way]]
+            return await hand_over_at_once(self._client, *pair.urls, address, prompt, TOKENS, name=name)
         return await hand_over(self._client, *pair.urls, prompt, TOKENS, name=name)
 
     async def texts(self, count: int) -> None:

@@ -150,7 +150,7 @@ def _note_steps(note: Note) -> None:
     def execute_model(self: Any, scheduled: Any) -> Any:
         computed[:] = list(scheduled.num_scheduled_tokens)
         if computed:
-            note("step_began", computed)
+            note("step_began", computed, tokens=scheduled.total_num_scheduled_tokens)
         output = execute(self, scheduled)
         if output is not None and computed:
             note("step_ended", computed)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from benchmarks.vllm_handover.client import MODEL
+from benchmarks.vllm_handover.patched import make_patched_vllm
 from benchmarks.vllm_handover.plugin import Probe
 from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
@@ -16,8 +17,8 @@ from kvflow.cli.smollm2 import prepare_smollm2
 
 __all__ = ["WAYS", "Pair", "Usage", "Way", "started"]
 
-Way = Literal["kvflow", "NixlConnector", "none"]
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "NixlConnector", "none")
+Way = Literal["kvflow", "patched", "NixlConnector", "none"]
+WAYS: Final[tuple[Way, ...]] = ("kvflow", "patched", "NixlConnector", "none")
 
 NIXL_CONNECTOR: Final[dict[str, Any]] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -27,7 +28,7 @@ class Pair:
     """Two servers with the same connector.
 
     Attributes:
-        way: Name of the connector.
+        way: Name of the connector; "patched" for kvflow's with a vLLM that begins with the second token.
         servers: Prefill and decode.
         traces: Trace file of each server.
         wrong_page: While this file exists, prefill sends a wrong page; only in kvflow's pair.
@@ -36,6 +37,7 @@ class Pair:
     def __init__(self, way: Way, first_port: int, place: Path) -> None:
         self.way = way
         self.wrong_page = place / f"{way}.wrong_page"
+        self._vllm = make_patched_vllm(place / "patched") if way == "patched" else None
         described = pair(
             model=str(prepare_smollm2()),
             served_name=MODEL,
@@ -53,10 +55,12 @@ class Pair:
     def _changed(self, one: VllmServer, trace: Path, side_port: int) -> VllmServer:
         if self.way == "none":
             return msgspec.structs.replace(one, name=f"{self.way}-{one.name}", role=None, environment=ENVIRONMENT)
-        is_kvflow = self.way == "kvflow"
+        is_kvflow = self.way in ("kvflow", "patched")
         wrong_page = str(self.wrong_page) if is_kvflow else ""
         probe = Probe(trace=str(trace), wrong_page=wrong_page, eases_nixl=not is_kvflow)
         environment = {**one.environment, **ENVIRONMENT, **probe.environment()}
+        if self.way == "patched":
+            environment["PYTHONPATH"] = os.pathsep.join((str(self._vllm), environment["PYTHONPATH"]))
         connector = one.connector
         if not is_kvflow:
             connector = NIXL_CONNECTOR

@@ -12,10 +12,11 @@ import msgspec
 
 from benchmarks.vllm_handover.client import Answer
 
-__all__ = ["FIRST_TOKEN", "HANDOVER", "SPANS", "WITHIN_MOVE", "Event", "read_events", "spans"]
+__all__ = ["BETWEEN", "FIRST_TOKEN", "HANDOVER", "SPANS", "WITHIN_MOVE", "Event", "read_events", "spans"]
 
 HANDOVER: Final = "last step of prefill to first step of decode"
 FIRST_TOKEN: Final = "first token"  # noqa: S105 - not that kind
+BETWEEN: Final = "between the first two tokens"
 
 SPANS: Final = ("reply", "schedule", "move", "step", "compute", "stream")
 """Parts of a handover, in order.
@@ -59,7 +60,7 @@ def spans(
         answers: Answers of both servers to the client.
 
     Returns:
-        Seconds of each of `SPANS`, of `WITHIN_MOVE` where known, of `HANDOVER` and of `FIRST_TOKEN`.
+        Seconds of each of `SPANS`, of `WITHIN_MOVE` where known, of `HANDOVER`, `FIRST_TOKEN` and `BETWEEN`.
     """
     first, second = answers
     ended = _times(name, prefill)["step_ended"][-1]
@@ -75,7 +76,8 @@ def spans(
         first_s, all_s = brought[0].values["first_notice_s"], brought[0].values["elapsed_s"]
         within = (asked[0].at - noted["allocated"][0], first_s, all_s - first_s, received - asked[0].at - all_s)
         parts |= dict(zip(WITHIN_MOVE, within, strict=True))
-    return {**parts, HANDOVER: began - ended, FIRST_TOKEN: second.first_at - min(first.began_at, second.began_at)}
+    first_token = second.first_at - min(first.began_at, second.began_at)
+    return {**parts, HANDOVER: began - ended, FIRST_TOKEN: first_token, BETWEEN: second.second_at - second.first_at}
 
 
 def _times(name: str, events: Sequence[Event]) -> Mapping[str, list[float]]:

@@ -23,6 +23,7 @@ from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread
 from kvflow.engines.vllm import bootstrap, shortage, worker
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import NOTHING_KEPT, Reference, digest_of, reply, take_reference
+from kvflow.engines.vllm.first_token import FirstTokens
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import GroupBlocks, StepOrders, WorkerReport
@@ -126,6 +127,7 @@ class Server:
         is_prefill: bool,
         patience_s: float = 0.001,
         device: FakeDevice | None = None,
+        first_tokens: FirstTokens | None = None,
     ) -> None:
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, CONTENT)
         tensors: Any = np.zeros(shape, np.uint8)
@@ -152,8 +154,10 @@ class Server:
             self.groups,
             is_prefill=is_prefill,
             is_decode=not is_prefill,
+            first_tokens=first_tokens,
             on_recomputed=lambda *it: self.recomputed.append(it),
         )
+        self.first_tokens = first_tokens
         self.pool = Pool()
         self.scheduler.held.pool = self.pool
         self.told = Results()
@@ -218,6 +222,8 @@ class Server:
         self.scheduler.take_sent(results.sent)
         if report is not None:
             self.scheduler.take_report(report)
+            if self.first_tokens is not None:
+                self.first_tokens.keep(report.first_tokens)
 
     def until(self, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Run empty steps until a condition holds."""
@@ -240,13 +246,20 @@ class Server:
 
 @contextmanager
 def servers(
-    *groups: Any, patience_s: float = 0.001, device: FakeDevice | None = None, **options: Any
+    *groups: Any,
+    patience_s: float = 0.001,
+    device: FakeDevice | None = None,
+    first_tokens: Sequence[FirstTokens | None] = (None, None),
+    **options: Any,
 ) -> Iterator[tuple[Server, Server]]:
     read = read_options({"backend": "memory", "timeouts": TIMEOUTS, **options})
     with ExitStack() as stack:
         made = []
-        for is_prefill in (True, False):
-            made.append(Server(read, *groups, is_prefill=is_prefill, patience_s=patience_s, device=device))
+        for is_prefill, kept in zip((True, False), first_tokens, strict=True):
+            server = Server(
+                read, *groups, is_prefill=is_prefill, patience_s=patience_s, device=device, first_tokens=kept
+            )
+            made.append(server)
             stack.callback(made[-1].worker.close)
         yield made[0], made[1]
 

@@ -60,7 +60,9 @@ def test_tokens_that_only_decode_may_compute(num_tokens: int, num_computed: int)
     assert (chunk.start, chunk.stop, chunk.is_last) == (0, num_computed, True)
 
     decode = ConnectorScheduler(groups, is_prefill=False, is_decode=True, num_left_out=3)
-    request = asked("d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": chunk.prompt}, num_tokens)
+    request = asked(
+        "d", {"do_remote_prefill": True, "kvflow_ticket": {}, "kvflow_prompt": chunk.metadata.decode()}, num_tokens
+    )
     decode.add(request)
     num_elsewhere = decode.num_elsewhere(request, 0)
     assert num_elsewhere == (num_computed if num_tokens > 3 else 0)

@@ -117,7 +117,7 @@ def test_blocks_that_workers_are_given(error: BaseException) -> None:
         target.scheduler.take_received(["bad"])
         source.until(lambda: "p" in source.told.sent)
         source.told.sent.clear()
-        chunks = {"bad": ChunkOrder(0, PROMPT, blocks, is_last=True, prompt="")}
+        chunks = {"bad": ChunkOrder(0, PROMPT, blocks, is_last=True, metadata=b"")}
         carry_out(source, StepOrders(opened={"bad": "room"}, chunks=chunks, awaited=["bad"]))
         source.step(finished=["bad"])
         undisturbed(source, target)

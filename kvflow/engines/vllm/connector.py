@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import numpy as np
 from typing_extensions import override
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +20,7 @@ from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
 
@@ -27,6 +29,7 @@ from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.times import RequestTimes
 from kvflow.engines.vllm.dialect import add_trace_context
+from kvflow.engines.vllm.first_token import FirstTokens
 from kvflow.engines.vllm.groups import describe_groups
 from kvflow.engines.vllm.layout import describe_caches
 from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
@@ -84,6 +87,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         self._patience_s = 0.0 if vllm_config.parallel_config.data_parallel_size > 1 else EMPTY_STEP_S
         self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
+            self._first_tokens = _first_tokens(vllm_config)
             self._times = RequestTimes(LOGGER, time.monotonic)
             self._scheduler = ConnectorScheduler(
                 self._groups,
@@ -92,6 +96,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 is_by_priority=vllm_config.scheduler_config.policy == "priority",
                 num_left_out=_num_left_out(vllm_config),
                 trust=self._options.load_trust(),
+                first_tokens=self._first_tokens,
                 on_recomputed=self._stats.note_recomputed,
             )
 
@@ -165,6 +170,18 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)
+            if self._first_tokens is not None:
+                self._first_tokens.keep(report.first_tokens)
+
+    def take_first_tokens(self, request: Any) -> tuple[list[int], LogprobsLists | None] | None:
+        """Return the first token of a request, if prefill has sampled it. No release of vLLM asks for it yet."""
+        first = None if self._first_tokens is None else self._first_tokens.take_token(request)
+        if first is None:
+            return None
+        if first.logprobs is None:
+            return [first.token], None
+        tokens, logprobs, rank = (np.array([values]) for values in first.logprobs)
+        return [first.token], LogprobsLists(tokens, logprobs.astype(np.float32), rank)
 
     @override
     def reset_cache(self) -> bool:
@@ -359,6 +376,15 @@ def _num_left_out(config: Any) -> int:
     would fill their caches from drafts that nothing verifies.
     """
     return max(int(config.num_prefill_lookahead_tokens) - 1, 0)
+
+
+def _first_tokens(config: Any) -> FirstTokens | None:
+    """Return what keeps first tokens, if vLLM can begin with the second one; drafts would need more than the token."""
+    if config.speculative_config is not None or not hasattr(KVConnectorBase_V1, "take_first_tokens"):
+        return None
+    model = config.model_config
+    settings = (model.logprobs_mode, model.logits_processors, config.structured_outputs_config)
+    return FirstTokens(repr(settings), model.get_vocab_size())
 
 
 def _number_layers(config: Any, names: Iterable[str]) -> dict[str, int]:

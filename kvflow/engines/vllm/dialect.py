@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
 
 __all__ = [
+    "DIGEST_LENGTH",
     "NOTHING_KEPT",
     "WITHDRAWN",
     "Reference",
@@ -46,6 +47,9 @@ not empty, they ask our port in their own protocol, hear nothing, and fail the r
 
 NOTHING_KEPT: Final = {"do_remote_prefill": False, "do_remote_decode": False}
 """Parameters of a reply after which decode computes the request itself."""
+
+DIGEST_LENGTH: Final = 32
+"""Length of `digest_of` a prompt."""
 
 CHILD: Final = re.compile(r"\d+_(.+)", re.DOTALL)
 """vLLM's id of one of `n` answers to a prompt. The group is the id of the prompt."""
@@ -83,7 +87,7 @@ def digest_of(request: Any) -> str:
     lora = getattr(request, "lora_request", None)
     features = getattr(request, "mm_features", None) or ()
     rest = [lora.lora_name if lora is not None else "", *(str(one.identifier) for one in features)]
-    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=DIGEST_LENGTH // 2)
     digest.update("\0".join(rest).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 

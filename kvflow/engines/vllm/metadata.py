@@ -30,14 +30,14 @@ class ChunkOrder:
         stop: One past the last token.
         blocks: For each group of vLLM's caches, its blocks; None if nothing of it moves.
         is_last: No chunk follows.
-        prompt: `digest_of` the prompt, which decode compares.
+        metadata: What comes with the last chunk: `digest_of` the prompt, which decode compares, and the first token.
     """
 
     start: int
     stop: int
     blocks: Sequence[GroupBlocks | None]
     is_last: bool
-    prompt: str
+    metadata: bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class StepOrders:
     Attributes:
         opened: Requests to send, with their rooms.
         preempted: Requests whose pages are taken away.
+        completed: Last chunks, without tokens, of requests whose first token had to be sampled.
         chunks: Tokens to send.
         announced: Requests to receive, with the reference to their prefill.
         declined: Announced requests that vLLM computes here after all.
@@ -72,6 +73,7 @@ class StepOrders:
 
     opened: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
+    completed: dict[str, ChunkOrder] = field(default_factory=dict)
     chunks: dict[str, ChunkOrder] = field(default_factory=dict)
     announced: dict[str, Reference] = field(default_factory=dict)
     declined: list[str] = field(default_factory=list)
@@ -97,6 +99,7 @@ class WorkerReport:
         lost: Requests that can no longer be handed over.
         failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
+        first_tokens: First tokens of requests that were received, packed, once for each worker.
         tickets: One of the tickets of each worker that prefills, when it has opened its ranks, and when it is asked.
     """
 
@@ -106,6 +109,7 @@ class WorkerReport:
     lost: list[str] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
+    first_tokens: list[tuple[str, bytes]] = field(default_factory=list)
     tickets: list[Mapping[str, object]] = field(default_factory=list)
 
     def __bool__(self) -> bool:

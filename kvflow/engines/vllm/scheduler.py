@@ -26,6 +26,7 @@ from kvflow.engines.vllm.dialect import (
     take_reference,
     withdrawn_room,
 )
+from kvflow.engines.vllm.first_token import FirstTokens
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.held import HeldBlocks
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
@@ -46,6 +47,7 @@ class _Sending:
         prompt: `digest_of` the prompt.
         num_tokens: Tokens of the prompt.
         stop: Number of these tokens that are computed here.
+        awaits_token: Its last chunk waits for the token that is sampled after the prompt.
         sent: Tokens that the workers were ordered to send.
         num_open: Requests for the prompt that have not ended. The router has its answer when all have.
         num_local: Tokens that were here before its first step.
@@ -58,6 +60,7 @@ class _Sending:
     prompt: str
     num_tokens: int
     stop: int
+    awaits_token: bool = False
     sent: int = 0
     num_open: int = 1
     num_local: int = 0
@@ -68,6 +71,16 @@ class _Sending:
     def is_sent(self) -> bool:
         """Nothing is left to send."""
         return self.sent == self.stop
+
+    def chunk(self, groups: Sequence[Group], tables: Sequence[Sequence[int]], start: int) -> ChunkOrder:
+        """Return the order to send the tokens from `start`."""
+        is_last = self.is_sent and not self.awaits_token
+        given = self.offered(groups, tables, start)
+        return ChunkOrder(start, self.sent, given, is_last=is_last, metadata=self.prompt.encode())
+
+    def last_chunk(self, groups: Sequence[Group], metadata: bytes) -> ChunkOrder:
+        """Return the order to end what was sent."""
+        return ChunkOrder(self.stop, self.stop, [None] * len(groups), is_last=True, metadata=metadata)
 
     def offered(self, groups: Sequence[Group], tables: Sequence[Sequence[int]], start: int) -> list[GroupBlocks | None]:
         """Return the blocks of tokens from `start`; of windows and states, only what exists after the last token."""
@@ -92,6 +105,7 @@ class ConnectorScheduler:
         is_by_priority: vLLM schedules requests by priority.
         num_left_out: Tokens at the end of a prompt that only decode may compute. With recurrent states, at least one.
         trust: Keys of this server, which sign tickets.
+        first_tokens: Keeps first tokens; None if vLLM cannot begin with the second one.
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
@@ -111,6 +125,7 @@ class ConnectorScheduler:
         is_by_priority: bool = False,
         num_left_out: int = 0,
         trust: Trust | None = None,
+        first_tokens: FirstTokens | None = None,
         on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
         self._groups = groups
@@ -118,9 +133,11 @@ class ConnectorScheduler:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._is_by_priority = is_by_priority
-        has_state = any(group.state is not None for group in groups)
-        self._num_left_out = max(num_left_out, 1 if has_state else 0)
+        self._num_left_out = max(num_left_out, *(group.state is not None for group in groups))
         self._trust = trust
+        self._first_tokens = None if self._num_left_out else first_tokens
+        # If no first token comes, vLLM computes the prompt's last token, which sees one token more of a window.
+        self._takes_last = self._first_tokens is not None and all(group.keeps_all for group in groups)
         self.ticket: Mapping[str, object] | None = None
         self._has_had_ticket = False
         self.shares_answers = False
@@ -178,22 +195,21 @@ class ConnectorScheduler:
             self._others[request_id] = known
             return
         _leave_out(request, self._num_left_out)
-        sending = _Sending(room, request_id, prompt, num_tokens, len(request.prompt_token_ids))
+        awaits_token = self._first_tokens is not None and request.max_tokens == 1
+        sending = _Sending(room, request_id, prompt, num_tokens, len(request.prompt_token_ids), awaits_token)
         self._rooms[room] = self._sending[request_id] = sending
         self._orders.opened[request_id] = room
 
     def _num_received(self, request: Any) -> int:
-        """Return how many tokens of a prompt decode takes over; vLLM computes the last one in any case."""
-        return max(len(request.prompt_token_ids) - max(self._num_left_out, 1), 0)
+        """Return how many tokens of a prompt decode takes over: the last one only together with the first token."""
+        return max(len(request.prompt_token_ids) - max(self._num_left_out, 0 if self._takes_last else 1), 0)
 
     def _withdraw(self, room: str) -> None:
         """Give up a room for which nobody will ask. A request that is not computed yet is aborted by its client."""
-        sending = self._rooms.get(room)
-        if sending is None:
-            return
-        sending.is_lost = True
-        if sending.request_id not in self._sending:
-            self._orders.reclaimed[sending.request_id] = True
+        if (sending := self._rooms.get(room)) is not None:
+            sending.is_lost = True
+            if sending.request_id not in self._sending:
+                self._orders.reclaimed[sending.request_id] = True
 
     def _announce(self, request: Any) -> None:
         """Announce a request to prefill; compute it here if it cannot be taken over, or if this raises KvflowError."""
@@ -235,7 +251,8 @@ class ConnectorScheduler:
             self._sending[request_id].num_local = num_computed
         if request_id in self._announced:
             with contained(partial(LOGGER.warning, "kvflow: %s is computed here: %s", request_id)):
-                return max(self._num_received(request) - num_computed, 0)
+                count = self._num_received(request) - num_computed
+                return count if count > self._takes_last else 0  # the last one alone is computed sooner than received
         return 0
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
@@ -294,13 +311,10 @@ class ConnectorScheduler:
 
     def _order_chunk(self, sending: _Sending, start: int, stop: int, blocks: Sequence[Sequence[int]]) -> None:
         sending.sent = stop
-        given = sending.offered(self._groups, blocks, start)
-        order = ChunkOrder(start, stop, given, is_last=sending.is_sent, prompt=sending.prompt)
-        if order.is_last:
+        self._orders.chunks[sending.request_id] = sending.chunk(self._groups, blocks, start)
+        if sending.is_sent:
             all_given = sending.offered(self._groups, blocks, 0)
-            kept = [block for one in all_given if one is not None for block in one.blocks]
-            self.held.keep(sending.request_id, kept)
-        self._orders.chunks[sending.request_id] = order
+            self.held.keep(sending.request_id, [block for one in all_given if one is not None for block in one.blocks])
 
     def _lose(self, sending: _Sending, reason: str) -> None:
         LOGGER.warning("kvflow: %s is not handed over: %s", sending.request_id, reason)
@@ -329,12 +343,14 @@ class ConnectorScheduler:
         if request_id in self._taken_over:
             self._orders.given_up[request_id] = status
         self._is_here(request_id)
-        other = self._others.pop(request_id, None)
-        if other is not None:
+        if (other := self._others.pop(request_id, None)) is not None:
             return False, self._answered(other, request_id, is_complete=is_complete)
-        sending = self._sending.pop(request_id, None)
-        if sending is None:
+        if (sending := self._sending.pop(request_id, None)) is None:
             return False, None
+        if is_complete and sending.awaits_token and sending.is_sent and self._first_tokens is not None:
+            metadata = self._first_tokens.metadata(sending.prompt, request)
+            self._orders.completed[request_id] = sending.last_chunk(self._groups, metadata)
+        sending.awaits_token = False
         if is_complete and not sending.sent and not sending.is_lost:  # all of it was computed in the step of its load
             with contained(partial(self._lose, sending)):
                 self._order_chunk(sending, 0, sending.stop, blocks)
@@ -370,8 +386,7 @@ class ConnectorScheduler:
         elif is_complete:
             params = dict(NOTHING_KEPT)
         if not sending.num_open:
-            is_offered = sending.is_kept and not sending.is_lost
-            if is_offered:
+            if sending.is_kept and not sending.is_lost:
                 self._orders.leased.append(sending.request_id)
             else:
                 self._orders.abandoned.setdefault(sending.request_id, "vLLM has given no ticket for it")
@@ -411,9 +426,8 @@ class ConnectorScheduler:
             self._has_had_ticket = True
         self.held.take_report(report)
         self._shortage.note_asked(it for it in report.asked if it in self._sending or it in self._ended)
-        for request_id in report.lost:
-            if (sending := self._sending.get(request_id)) is not None:
-                sending.is_lost = True
+        for sending in (self._sending[it] for it in report.lost if it in self._sending):
+            sending.is_lost = True
         for request_id, reason in report.failed:  # once for each worker
             if num_tokens := self._granted.pop(request_id, 0):
                 self._on_recomputed(reason, num_tokens)

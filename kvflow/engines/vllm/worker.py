@@ -23,6 +23,7 @@ from kvflow import FailureReason, KvflowError, LayersReady, Memory, Outcome
 from kvflow.blocking import BlockingReceiver, BlockingSender, TransferUpdate
 from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
+from kvflow.engines.vllm.first_token import split_metadata
 from kvflow.engines.vllm.layout import Caches
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.ranks import Ranks
@@ -114,7 +115,13 @@ class _Move:
         transfer = self.transfer
         if not isinstance(transfer, BlockingReceiver) or transfer.outcome is not Outcome.SUCCESS:
             return False
-        return transfer.result().metadata == self.prompt.encode()
+        return split_metadata(transfer.result().metadata)[0] == self.prompt
+
+    @property
+    def first_token(self) -> bytes:
+        """The packed first token of a request that has arrived; empty if there is none."""
+        transfer = self.transfer
+        return split_metadata(transfer.result().metadata)[1] if isinstance(transfer, BlockingReceiver) else b""
 
     @property
     def is_returned(self) -> bool:
@@ -245,6 +252,8 @@ class ConnectorWorker:
             move = self._begin(request_id, partial(self._ranks.announce, reference))
             move.prompt = reference.prompt or ""
             self._receiving[request_id] = move
+        for request_id, chunk in orders.completed.items():
+            self._send(request_id, chunk)
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id], "the decode server computes it")
         for reference in orders.refused:
@@ -353,7 +362,7 @@ class ConnectorWorker:
         layers = [LayersReady(number + 1, gates[name]) for name, number in self._caches.layers.items()] if gates else ()
         offer = move.transfer.chunk
         if order.is_last:
-            offer = partial(move.transfer.finish, metadata=order.prompt.encode())
+            offer = partial(move.transfer.finish, metadata=order.metadata)
         with self._contained(move, "is not sent"):
             move.note(order.blocks)
             offer((order.start, order.stop), self._caches.pages(order.blocks, order.stop), ready=ready, layers=layers)
@@ -430,6 +439,8 @@ class ConnectorWorker:
             if not move.is_over:
                 LOGGER.warning("kvflow: %s was not received: %s", move.request_id, _reason(transfer))
                 self._report.failed.append((move.request_id, _short_reason(transfer)))
+        elif first_token := move.first_token:
+            self._report.first_tokens.append((move.request_id, first_token))
 
     def _open_gates(self, event: Any) -> None:
         for gates in self._gates:
