@@ -12,8 +12,20 @@ import msgspec
 
 from kvflow.cli.proxy.application import PREFILL_PARAMS
 from kvflow.cli.tasks import open_tasks
+from kvflow.errors import KvflowError
 
-__all__ = ["MODEL", "Answer", "ask", "hand_over", "hand_over_at_once", "metrics", "open_client", "prompt_of", "prompts"]
+__all__ = [
+    "MODEL",
+    "Answer",
+    "BenchFailed",
+    "ask",
+    "hand_over",
+    "hand_over_at_once",
+    "metrics",
+    "open_client",
+    "prompt_of",
+    "prompts",
+]
 
 ANSWER_S: Final = 240.0
 MODEL: Final = "smollm2"
@@ -27,6 +39,10 @@ SENTENCE: Final = (
 FIRST_WORDS: Final = ("One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Once", "Today", "Now", "Later")
 
 METRIC: Final = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTILINE)
+
+
+class BenchFailed(KvflowError):
+    """A server failed to do what the benchmark measures."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

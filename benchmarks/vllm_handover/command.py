@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Final, Literal
 import anyio
 
 from benchmarks.options import counts, names
-from benchmarks.rows import Measured, Row, compare, print_rows, there_and_back
-from benchmarks.vllm_handover.client import Answer, ask, hand_over, hand_over_at_once, prompt_of, prompts
+from benchmarks.rows import Measured, Row, compare, percentile, print_rows, there_and_back
+from benchmarks.vllm_handover.client import Answer, BenchFailed, ask, hand_over, hand_over_at_once, prompt_of, prompts
 from benchmarks.vllm_handover.soak import soak
+from benchmarks.vllm_handover.throughput import Load, load
 from benchmarks.vllm_handover.timeline import BETWEEN, FIRST_TOKEN, HANDOVER, SPANS, WITHIN_MOVE, read_events, spans
 from kvflow.cli.options import check_installed, check_positive
 from kvflow.cli.tasks import open_tasks
-from kvflow.errors import ConfigError, KvflowError
+from kvflow.errors import ConfigError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "prepare"]
 
 TOKENS: Final = 12
-WAYS: Final = ("kvflow", "patched", "NixlConnector", "none")
+WAYS: Final = ("kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none")
 AT_ONCE: Final = "both servers asked at once with kvflow"
 PATCHED_AT_ONCE: Final = "both servers asked at once, patched"
 OWN: Final = {AT_ONCE: "kvflow", PATCHED_AT_ONCE: "patched"}
@@ -41,11 +42,8 @@ SPIN_S: Final = 1.5
 MOST_WORDS: Final = 1300
 WRONG: Final = 5
 MOST_FAILURES: Final = 10
-MEASURES: Final = ("times", "texts", "idle", "soak")
-
-
-class BenchFailed(KvflowError):
-    """A server failed to do what the benchmark measures."""
+WARM: Final = 16
+MEASURES: Final = ("times", "texts", "idle", "soak", "throughput")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="kvflow,NixlConnector",
         metavar="NAME,...",
         help="connectors to compare; `none` when idle, and in the soak; `patched` is kvflow's in a vLLM that begins "
-        "with the second token",
+        "with the second token; `NixlConnector+sleep` is NixlConnector in processes that sleep where vLLM spins, as "
+        "kvflow's connector makes them while requests move",
     )
     parser.add_argument("--words", type=counts, default="4,60,250,750,1200", metavar="N,...", help="of the prompts")
     parser.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="of each length and way, after one to warm up"
+    )
+    parser.add_argument(
+        "--at-once", type=counts, default="16,64", metavar="N,...", help="requests at a time, for throughput"
+    )
+    parser.add_argument(
+        "--loads",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of each way, for throughput",
     )
     parser.add_argument("--texts", type=int, default=40, metavar="N", help="prompts to compare, of 5 to 1,500 tokens")
     parser.add_argument("--requests", type=int, default=2000, metavar="N", help="of the soak, one tenth to warm up")
@@ -75,7 +84,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     Raises:
         ConfigError: An option is unusable, or a package is missing.
     """
-    check_positive(arguments, "rounds", "texts", "seconds", "requests")
+    check_positive(arguments, "rounds", "texts", "seconds", "requests", "loads")
     for option, known in (("measures", MEASURES), ("ways", WAYS)):
         unknown = set(getattr(arguments, option)) - set(known)
         if unknown:
@@ -98,7 +107,8 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
         rows.append(row)
         on_row(row)
 
-    async with started(arguments.ways, FIRST_PORT, place) as pairs, open_client() as client:
+    most = max(arguments.at_once) if "throughput" in arguments.measures else 1
+    async with started(arguments.ways, FIRST_PORT, place, most) as pairs, open_client() as client:
         run = _Run(pairs, client, add)
         if "times" in arguments.measures:
             for words in arguments.words:
@@ -111,6 +121,9 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
             await run.idle(arguments.seconds)
         if "soak" in arguments.measures:
             await run.soak(arguments.requests)
+        if "throughput" in arguments.measures:
+            for at_once in arguments.at_once:
+                await run.throughput(at_once, arguments.loads)
     return rows
 
 
@@ -256,6 +269,25 @@ class _Run:
             values: dict[str, list[float]] = {way: [of_way[quantity, unit]] for way, of_way in grown.items()}
             self._row("soak", f"{requests} requests, 4 at a time, some of which leave", quantity, unit, values)
 
+    async def throughput(self, at_once: int, rounds: int) -> None:
+        """Load each pair in turn with twice as many requests as are in flight, after a few to warm up."""
+        found: dict[str, list[Load]] = {way: [] for way in self._pairs}
+        for pair in self._pairs.values():
+            await load(pair, self._client, at_once, range(min(at_once, WARM)))
+        for way in there_and_back(list(found), rounds):
+            await anyio.sleep(SPIN_S)
+            begin = (1 + 2 * len(found[way])) * at_once  # so that no prompt is repeated
+            found[way].append(await load(self._pairs[way], self._client, at_once, range(begin, begin + 2 * at_once)))
+        group, case = "many requests at a time", f"{at_once} at a time"
+        failed = {f"{way} failed": sum(each.failed for each in loads) for way, loads in found.items()}
+        rates = {way: [each.rate for each in loads] for way, loads in found.items()}
+        self._row(group, case, "answers", "requests/s", rates, failed, better="higher")
+        for share in (0.5, 0.99):
+            firsts = {way: [1e3 * percentile(each.first_s, share) for each in loads] for way, loads in found.items()}
+            self._row(group, case, f"{FIRST_TOKEN}, p{100 * share:.0f}", "ms", firsts)
+        cpu_ms = {way: [1e3 * each.cpu_s for each in loads] for way, loads in found.items()}
+        self._row(group, case, "CPU time of both servers per request", "ms", cpu_ms)
+
     def _row(  # noqa: PLR0913 - a row has many columns
         self,
         group: str,
@@ -268,7 +300,7 @@ class _Run:
         better: Literal["higher", "lower"] = "lower",
     ) -> None:
         measured = Measured(bench="vllm_handover", group=group, case=case, quantity=quantity, unit=unit, better=better)
-        others = {"none": values["none"]} if "none" in values else {}
+        others = {way: values[way] for way in values if way not in ("kvflow", "NixlConnector")}
         self._add(
             compare(measured, values["kvflow"], values.get("NixlConnector", ()), others=others, facts=facts or {})
         )

@@ -32,12 +32,15 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         lost_drafts: While this file exists, the caches of a draft model are empty once decode has received a request.
         eases_nixl: Create the conditions that NixlConnector needs on few CPUs: NIXL's progress thread naps 1 ms instead
             of busy-waiting, and a worker does not move to the last CPU.
+        sleeps: vLLM's processes never spin while they wait for each other, as with kvflow's connector while requests
+            move.
     """
 
     trace: str = ""
     wrong_page: str = ""
     lost_drafts: str = ""
     eases_nixl: bool = False
+    sleeps: bool = False
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that make a server load this plug-in."""
@@ -54,6 +57,8 @@ def activate() -> None:
     probe = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Probe)
     if probe.eases_nixl:
         _ease_nixl()
+    if probe.sleeps:
+        importlib.import_module("kvflow.engines.vllm.waiting").sleep_while(lambda: True)
     if probe.wrong_page:
         _send_wrong_pages(Path(probe.wrong_page))
     if probe.lost_drafts:

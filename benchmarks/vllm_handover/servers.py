@@ -1,4 +1,8 @@
-"""Pairs of servers that take turns: with kvflow's connector, with vLLM's own, and without any."""
+"""Pairs of servers that take turns: with kvflow's connector, with vLLM's own, and without any.
+
+`NixlConnector+sleep` is vLLM's own connector in processes that sleep where vLLM spins. kvflow's connector makes them
+sleep while requests move, so this tells the gain of sleeping from that of the transport.
+"""
 
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -17,15 +21,21 @@ from kvflow.cli.smollm2 import prepare_smollm2
 
 __all__ = ["WAYS", "Pair", "Usage", "Way", "started"]
 
-Way = Literal["kvflow", "patched", "NixlConnector", "none"]
-WAYS: Final[tuple[Way, ...]] = ("kvflow", "patched", "NixlConnector", "none")
+Way = Literal["kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none"]
+WAYS: Final[tuple[Way, ...]] = ("kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none")
+SLEEPING: Final = "NixlConnector+sleep"
+
+SEQUENCES: Final = 8
+ROOM_BYTES: Final = 256 * 2**20
+REQUEST_BYTES: Final = 18 * 2**20
+"""Three blocks of 128 tokens of the small model are 17 MiB."""
 
 NIXL_CONNECTOR: Final[dict[str, Any]] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class Pair:
-    """Two servers with the same connector.
+    """Two servers with the same connector; decode has room for `at_once` requests of 384 tokens.
 
     Attributes:
         way: Name of the connector; "patched" for kvflow's with a vLLM that begins with the second token.
@@ -34,7 +44,7 @@ class Pair:
         wrong_page: While this file exists, prefill sends a wrong page; only in kvflow's pair.
     """
 
-    def __init__(self, way: Way, first_port: int, place: Path) -> None:
+    def __init__(self, way: Way, first_port: int, place: Path, at_once: int) -> None:
         self.way = way
         self.wrong_page = place / f"{way}.wrong_page"
         self._vllm = make_patched_vllm(place / "patched") if way == "patched" else None
@@ -48,7 +58,7 @@ class Pair:
         )
         self.traces = [place / f"{way}-{one.name}.trace" for one in described]
         self.servers = [
-            vllm_server(self._changed(one, trace, 5600 + first_port % 100), place)
+            vllm_server(_with_room(self._changed(one, trace, 5600 + first_port % 100), at_once), place)
             for one, trace in zip(described, self.traces, strict=True)
         ]
 
@@ -57,7 +67,7 @@ class Pair:
             return msgspec.structs.replace(one, name=f"{self.way}-{one.name}", role=None, environment=ENVIRONMENT)
         is_kvflow = self.way in ("kvflow", "patched")
         wrong_page = str(self.wrong_page) if is_kvflow else ""
-        probe = Probe(trace=str(trace), wrong_page=wrong_page, eases_nixl=not is_kvflow)
+        probe = Probe(trace=str(trace), wrong_page=wrong_page, eases_nixl=not is_kvflow, sleeps=self.way == SLEEPING)
         environment = {**one.environment, **ENVIRONMENT, **probe.environment()}
         if self.way == "patched":
             environment["PYTHONPATH"] = os.pathsep.join((str(self._vllm), environment["PYTHONPATH"]))
@@ -80,6 +90,18 @@ class Pair:
     def usage_by_server(self) -> "dict[str, Usage]":
         """Return the resource usage of all processes of each server, by `prefill` and `decode`."""
         return {name: _usage_of(server.pid) for name, server in zip(("prefill", "decode"), self.servers, strict=True)}
+
+
+def _with_room(one: VllmServer, at_once: int) -> VllmServer:
+    """Let a server run `at_once` requests; as every server on CPUs is started, it runs 8.
+
+    Prefill has room for half of them, because it keeps a request for a short time only.
+    """
+    if at_once <= SEQUENCES:
+        return one
+    room = REQUEST_BYTES * at_once // (1 if one.role == "kv_consumer" else 2)
+    own = ("--max-num-seqs", str(at_once), "--kv-cache-memory-bytes", str(max(ROOM_BYTES, room)))
+    return msgspec.structs.replace(one, arguments=(*one.arguments, *own))
 
 
 class Usage(NamedTuple):
@@ -119,9 +141,9 @@ def _usage(place: Path, group: int) -> Usage | None:
 
 
 @asynccontextmanager
-async def started(ways: Sequence[Way], first_port: int, place: Path) -> AsyncIterator[list[Pair]]:
+async def started(ways: Sequence[Way], first_port: int, place: Path, at_once: int) -> AsyncIterator[list[Pair]]:
     """Start a pair for each way concurrently; stop them at the end of the block."""
-    pairs = [Pair(way, first_port + 2 * number, place) for number, way in enumerate(ways)]
+    pairs = [Pair(way, first_port + 2 * number, place, at_once) for number, way in enumerate(ways)]
     servers: list[Server] = [server for each in pairs for server in each.servers]
     try:
         for server in servers:
