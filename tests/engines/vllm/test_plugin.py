@@ -79,6 +79,7 @@ def test_counters_are_right_in_the_step_that_vllm_is_told_in(monkeypatch: pytest
         target.until(lambda: all(move.transfer and move.blocks for move in target.worker._receiving.values()))
         stats, called = Stats(), KvflowConnector.__new__(KvflowConnector)
         called._stats, called._worker, called._connector_metadata = stats, target.worker, None
+        called._options = Options(spin=True)
         monkeypatch.setattr(target.worker, "_on_blocks", stats.note_blocks)
         monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: called)
 
