@@ -10,12 +10,15 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 from benchmarks import memory, shape
 from benchmarks.__main__ import NAMES, main
 from benchmarks.attack import KINDS
+from benchmarks.embedded.loads import LANES, EmbeddedOptions, Load
 from benchmarks.embedded.timeline import STEPS
+from benchmarks.embedded.worker import Side
 from benchmarks.hetero import CASES
 from benchmarks.limits import LIMITS
 from benchmarks.rows import Measured, Tail, compare, rows_as_json
@@ -123,6 +126,28 @@ def test_embedded_times_handovers_and_calls(run: Run) -> None:
 @pytest.mark.parametrize("function", [step.function for step in STEPS if step.function])
 def test_what_marks_a_step_of_a_handover_is_there(function: str) -> None:
     assert callable(pkgutil.resolve_name(function))
+
+
+@pytest.mark.parametrize("is_fragmented", [False, True])
+def test_embedded_finds_bytes_that_are_wrong_or_were_not_sent(*, is_fragmented: bool) -> None:
+    no_parent: Any = None
+    side = Side(EmbeddedOptions(side="decode", shape="tiny", tokens=64), no_parent)
+    load = Load(engine="sleeps", first_room=LANES - 1, count=3, is_fragmented=is_fragmented, prefix=1)
+    sent, got = (side.tables(is_prefill, is_fragmented=is_fragmented) for is_prefill in (True, False))
+    page_size = side.pool.shape.page_size
+
+    def arrive(first: int) -> None:
+        for lane in (LANES - 1, 0, 1):
+            side.pool.write(got[lane][first:], page_size * np.asarray(sent[lane][first:]))
+
+    arrive(1)
+    assert side.holds(load)
+    assert not side.holds(load)  # it was wiped
+    arrive(0)
+    assert not side.holds(load)  # with the prefix
+    arrive(1)
+    side.pool.write(got[0][-1:], 1_000_000)
+    assert not side.holds(load)
 
 
 @pytest.mark.slow
