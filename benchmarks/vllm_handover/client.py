@@ -169,9 +169,9 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 @asynccontextmanager
 async def open_client() -> AsyncIterator[aiohttp.ClientSession]:
-    """Open an HTTP client without a limit of connections."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    """Open an HTTP client without a limit of connections, each for one request: vLLM closes idle ones at any time."""
+    timeout, connector = aiohttp.ClientTimeout(total=ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         yield session
 
 

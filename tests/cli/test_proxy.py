@@ -33,6 +33,7 @@ class FakeServer:
         breaks: It closes the connection after its first token.
         awaited: It answers once this is set.
         was_asked: Set when a request arrives.
+        expires: A connection ends when it is used a second time, as if it had just been idle for too long.
         withdrawn: Released with each request for which nobody will ask any more.
         headers: Of the last request.
     """
@@ -47,6 +48,8 @@ class FakeServer:
         self.floods = False
         self.breaks = False
         self.awaited: anyio.Event | None = None
+        self.expires = False
+        self.connections: set[object] = set()
         self.was_asked = anyio.Event()
         self.withdrawn = anyio.Semaphore(0)
         self.headers: Mapping[str, str] = {}
@@ -61,6 +64,9 @@ class FakeServer:
         return web.json_response({"authorization": request.headers["Authorization"]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
+        if self.expires and request.transport in self.connections and request.transport is not None:
+            request.transport.abort()
+        self.connections.add(request.transport)
         body = await request.json()
         self.headers = request.headers
         if "kvflow_withdrawn" in body["kv_transfer_params"]:
@@ -148,6 +154,15 @@ async def test_prefill_is_asked_first_and_its_ticket_goes_to_decode() -> None:
     assert asked == {"prompt": "x", "max_tokens": 1, "stream": False}
     assert {**told, "transfer_id": None} == PREFILL_PARAMS | {"transfer_id": None}
     assert decode.asked == [("/v1/completions", {**body, "kv_transfer_params": TICKET}, "mine")]
+
+
+async def test_connections_that_have_just_expired_are_not_used() -> None:
+    prefill, decode = FakeServer(TICKET), FakeServer()
+    prefill.expires = decode.expires = True
+    async with deployed(prefill, decode) as (client, url):
+        for _ in range(2):
+            async with client.post(f"{url}/v1/completions", json={"prompt": "x"}) as answer:
+                assert answer.status == 200, await answer.text()
 
 
 async def test_chats_have_one_token_of_either_name() -> None:

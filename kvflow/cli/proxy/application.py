@@ -246,7 +246,8 @@ async def serve_proxy(prefill: Sequence[str], decode: Sequence[str], host: str, 
     Raises:
         ConfigError: The address cannot be bound.
     """
-    connector = aiohttp.TCPConnector(limit=0)
+    # vLLM closes connections that are idle for 5 s; a request that crosses the end of one would fail.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     report_accept_shortages(asyncio.get_running_loop(), lambda text: print(f"kvflow proxy: {text}", file=sys.stderr))
     async with aiohttp.ClientSession(timeout=ANSWER, connector=connector) as session, open_tasks() as tasks:
         runner = web.ServerRunner(Proxy(prefill, decode, session, tasks))
