@@ -144,6 +144,7 @@ async def test_an_insider_whose_hellos_have_thousands_of_regions_starves_only_it
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 async def test_nothing_is_kept_of_peers_that_are_forgotten() -> None:
     """Each peer has a large layout and its own name, and its lease expires."""
     large = Pool(PagedShape(16, 4, (0, 4), 8, num_layers=300), 0).layout

@@ -13,7 +13,7 @@ from kvflow.errors import ConfigError, FailureReason, LocalProtocolError, Transf
 from kvflow.keys import add_peer, add_registry, make_capability_key, make_keys
 from kvflow.trust import ClientKeys, Trust, TrustedKey
 from tests.attack.guarded import BACKENDS, Attacker, Guarded, guarded, outcome, works
-from tests.support.instances import Deployment, deploy
+from tests.support.instances import Deployment, anomalies_of, deploy
 from tests.support.trusts import new_trust, trusts
 from tests.support.waiting import until
 
@@ -57,7 +57,7 @@ async def test_all_keys_are_rotated_under_transfers(backend: str) -> None:
                     reload_trust(step[name])
                     await until(lambda enough=enough: len(done) >= enough)  # type: ignore[misc]
             is_over = True
-        assert deployment.prefill[0].statistics().anomalies.keys() <= {"key_refused", "message_lost"}
+        assert anomalies_of(deployment.prefill[0].statistics()).keys() <= {"key_refused", "message_lost"}
         with closing(Attacker(deployment.prefill[0].endpoint, ClientKeys(old["decode"], registry))) as attacker:
             await until(lambda: attacker.refused)
 
