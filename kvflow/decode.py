@@ -354,7 +354,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             if len(totals.received) >= RECEIVED_AT_ONCE:
                 totals.count_received()
             if handover.elapsed_s > totals.slow_s:
-                self._anomalies.log(logging.INFO, "receive_slow", slow_values(receiver._log_line()))
+                self._anomalies.log_some(logging.INFO, "receive_slow", slow_values(receiver._log_line()))
             self._times.stages[Stage.AGGREGATE].add(self._ports.now() - effect.received.first_notice_at)
         self._aggregate.follow(effect)
         self._transfers.report(effect.generation, effect)

@@ -233,10 +233,15 @@ class AnomalyLog:
 
         Omitted lines are counted.
         """
-        if self._has_line(name, self._clock()):
-            self._log.log(level, name, **_shorten_all(values))
-        else:
+        if not self.log_some(level, name, values):
             self.count("log_lines_omitted", detail=name)
+
+    def log_some(self, level: int, name: str, values: Mapping[str, object]) -> bool:
+        """Log an event unless the limit of lines with that name is reached; return whether it was logged."""
+        has_line = self._has_line(name, self._clock())
+        if has_line:
+            self._log.log(level, name, **_shorten_all(values))
+        return has_line
 
     def _has_line(self, name: str, now: float) -> bool:
         since, num_lines = self._lines.get(name, (now, 0))

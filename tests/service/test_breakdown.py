@@ -13,6 +13,7 @@ import pytest
 
 import kvflow
 from kvflow.observe.totals import SLOWEST
+from kvflow.observe.trace import MAX_LINES
 from kvflow.ports import Ports
 from kvflow.system import system_ports
 from tests.observe.lines import printed
@@ -184,3 +185,17 @@ async def test_slow_receives_name_their_slowest_part() -> None:
     assert slow["slowest_ms"] >= LONG_S * 1e3
     assert slow["slowest_ms"] == finished["wait_for_data_ms"]
     assert {"wire_ms", "clock_error_ms"} <= finished.keys()
+
+
+async def test_more_slow_receives_than_are_logged_are_no_anomaly() -> None:
+    """On a busy machine, all that are under way at once may take longer than any before."""
+    async with deploy_apart("memory") as (deployment, _):
+        decode = deployment.decode[0]
+        decode._totals.slow_s = -1.0
+        with printed(level=logging.INFO) as printed_lines:
+            for number in range(MAX_LINES + 4):
+                request = deployment.request(number, 8)
+                await request.hand_over()
+                deployment.give_back(request)
+    assert printed_lines.named("receive_slow")
+    assert "log_lines_omitted" not in decode.statistics().anomalies

@@ -133,7 +133,7 @@ class ConnectorScheduler:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
         self._is_by_priority = is_by_priority
-        self._num_left_out = max(num_left_out, *(group.state is not None for group in groups))
+        self._num_left_out = max(num_left_out, int(any(group.state is not None for group in groups)))
         self._trust = trust
         self._first_tokens = None if self._num_left_out else first_tokens
         # If no first token comes, vLLM computes the prompt's last token, which sees one token more of a window.
