@@ -18,7 +18,6 @@ __all__ = ["sleep_while"]
 NAP_MS: Final = 1
 """Maximum sleep before the next check, in milliseconds."""
 
-
 _due: Final[set[Callable[[], bool]]] = set()
 """Of the scheduler and of a worker, which may share a process."""
 

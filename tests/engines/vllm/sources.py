@@ -97,6 +97,6 @@ class Sources:
 INSTALLED: Final = Path(vllm.__file__).parents[1]
 UNPACKED: Final = Path(__file__).parents[3] / ".cache/vllm-sources"
 VERSIONS: Final = {vllm.__version__.partition("+")[0]: Sources(INSTALLED)} | {
-    path.name: Sources(path) for path in sorted(UNPACKED.iterdir())
+    path.name: Sources(path) for path in sorted(UNPACKED.glob("*"))
 }
 """The installed version, and those that `scripts/test-vllm.sh` has unpacked."""
