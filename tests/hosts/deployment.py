@@ -7,6 +7,7 @@ they answer. It talks to them through pipes, which network faults do not affect.
 import contextlib
 import io
 import logging
+import math
 import signal
 import sys
 import threading
@@ -65,6 +66,7 @@ class Process:
     def __init__(self, host: Host, settings: Settings, log: Path) -> None:
         self.role, self.instance = settings.role, settings.instance
         self.reports: list[lines.Report] = []
+        self._num_sent = self._num_ended = 0
         self._log = log
         self._news = threading.Condition()
         self._ordering = threading.Lock()
@@ -77,6 +79,16 @@ class Process:
     def order(self, command: lines.Command) -> None:
         """Send a command; without effect if the worker has exited."""
         self._write(msgspec.json.encode(command).decode())
+
+    def send(self, room: int) -> None:
+        """Send it a room to serve."""
+        self._num_sent += 1
+        self.order(lines.Room(room))
+
+    @property
+    def num_open(self) -> int:
+        """Rooms that were sent to it, and whose end it has not reported."""
+        return self._num_sent - self._num_ended
 
     def begin(self) -> None:
         """Make a worker with `is_prepared` open its rank."""
@@ -147,7 +159,9 @@ class Process:
     def _read(self) -> None:
         decoder = msgspec.json.Decoder(lines.Report)
         for line in pipe(self._process.stdout):
-            self.reports.append(decoder.decode(line))
+            report = decoder.decode(line)
+            self.reports.append(report)
+            self._num_ended += isinstance(report, lines.Ended)
             with self._news:
                 self._news.notify_all()
         with self._news:
@@ -167,12 +181,14 @@ class Router:
         workers: Workers that receive each request.
         sent: When each room was sent.
         rate: As above; may be changed.
+        max_open: No request is sent while a worker has this many that have not ended.
     """
 
     def __init__(self, rate: float) -> None:
         self.workers: list[Process] = []
         self.sent: dict[int, float] = {}
         self.rate = rate
+        self.max_open: float = math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -190,11 +206,14 @@ class Router:
         due = time.monotonic()
         room = 0
         while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due += 1.0 / self.rate
+            workers = self.workers
+            if any(worker.num_open >= self.max_open for worker in workers):
+                continue
             room += 1
             self.sent[room] = time.monotonic()
-            for worker in self.workers:
-                worker.order(lines.Room(room))
-            due += 1.0 / self.rate
+            for worker in workers:
+                worker.send(room)
 
 
 class Deployment:
