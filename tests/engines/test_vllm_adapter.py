@@ -219,7 +219,7 @@ class Server:
         self.told.sent |= results.sent
         self.told.received |= results.received
         self.told.failed |= results.failed
-        self.scheduler.take_sent(results.sent)
+        self.scheduler.sending.take_sent(results.sent)
         if report is not None:
             self.scheduler.take_report(report)
             if self.first_tokens is not None:
@@ -312,7 +312,7 @@ def test_decode_goes_on_where_prefill_ended(pair: tuple[Server, Server], num_loc
     target.until(lambda: "d" in target.told.received)
     source.until(lambda: "p" in source.told.sent)
     assert not target.told.failed
-    assert not vars(source.scheduler._shortage)["_asked"]
+    assert not vars(source.scheduler.sending.shortage)["_asked"]
     skipped = num_local // BLOCK
     assert target.tokens(DECODE[skipped:])[: PROMPT - num_local] == list(range(num_local + 1, PROMPT + 1))
     assert not any(target.tokens(DECODE[:skipped]))
@@ -435,7 +435,7 @@ def test_priority_of_a_request_is_that_of_its_transfer(
     _, params = prefill(source)
     request = asked("d", params)
     request.priority = priority
-    target.scheduler._is_by_priority = True
+    target.scheduler.receiving._is_by_priority = True
     target.scheduler.add(request)
     target.step()
     moving = target.worker._receiving["d"].transfer
@@ -609,7 +609,7 @@ def test_ticket_of_a_room_that_is_gone_is_not_handed_out(pair: tuple[Server, Ser
     target.step()
     target.scheduler.finished(taken_over, (), is_complete=False)
     target.step(finished=["d"])
-    source.until(lambda: source.scheduler._sending["p"].is_lost)
+    source.until(lambda: source.scheduler.sending._requests["p"].is_lost)
     source.step({"p": (6, PROMPT - 6, PREFILL)})
     assert source.scheduler.finished(request, (), is_complete=True) == (True, NOTHING_KEPT)
     source.step(finished=["p"])
@@ -886,7 +886,7 @@ def test_requests_of_one_ticket_wait_for_the_first(pair: tuple[Server, Server]) 
     target.scheduler.allocated(first, [DECODE], PROMPT - 1)
     target.until(lambda: first.request_id in target.told.received)
     assert target.scheduler.num_elsewhere(second, 0) is None
-    target.scheduler.take_received(target.told.received)
+    target.scheduler.receiving.take_received(target.told.received)
     assert target.scheduler.num_elsewhere(second, 8) == 0
     target.scheduler.allocated(second, [DECODE], 0)
     target.step()
@@ -1075,7 +1075,7 @@ def test_window_moves_as_far_as_the_last_token_sees() -> None:
         target.step()
         target.until(lambda: "d" in target.told.received)
         source.until(lambda: "p" in source.told.sent)
-        source.scheduler.take_sent(source.told.sent)
+        source.scheduler.sending.take_sent(source.told.sent)
         assert not target.told.failed
         source.until(lambda: not any(source.pool.holders))
         assert target.tokens(DECODE, [0])[: PROMPT - 1] == list(range(1, PROMPT))
@@ -1203,7 +1203,7 @@ def test_state_is_sent_as_it_is_before_the_last_token(num_tokens: int, pair: tup
     scheduler = ConnectorScheduler(describe_groups([group(layers=[0]), mamba()]), is_prefill=True, is_decode=False)
     ticket, pool = pair[0].ranks.ticket, Pool()
     assert ticket is not None
-    scheduler.ticket = ticket
+    scheduler.answers.ticket = ticket
     scheduler.held.pool = pool
     request = asked("p", {"do_remote_decode": True}, num_tokens)
     request._all_token_ids, request.num_prompt_tokens = list(prompt), num_tokens

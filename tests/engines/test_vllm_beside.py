@@ -22,7 +22,7 @@ OTHERS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_id
 def test_an_answer_leaves_room_for_that_of_another_connector() -> None:
     """VLLM ends the server if two connectors answer with the same key; it merges the rest into one answer."""
     with servers() as (source, target):
-        source.scheduler.shares_answers = True
+        source.scheduler.answers.is_shared = True
         _, params = prefill(source)
         assert not params.keys() & OTHERS.keys()
         begin_decode(target, {**OTHERS, **params})
@@ -70,7 +70,7 @@ def test_a_prompt_that_is_computed_in_the_step_that_loads_it() -> None:
 def test_vllm_steps_until_the_ticket_is_known(*, shares_answers: bool, answer: dict[str, bool] | None) -> None:
     """Workers report it with their first step; a request that has ended before then is computed by decode."""
     with servers() as (source, target):
-        source.scheduler.shares_answers = shares_answers
+        source.scheduler.answers.is_shared = shares_answers
         assert source.scheduler.awaits_report
         assert not target.scheduler.awaits_report
         request = asked("p", {"do_remote_decode": True})
@@ -90,4 +90,4 @@ def test_the_ticket_is_that_of_the_first_worker() -> None:
         (ticket,) = report.tickets
         report.tickets.insert(0, {**ticket, "engine_rank": 1})
         source.scheduler.take_report(report)
-        assert source.scheduler.ticket == ticket
+        assert source.scheduler.answers.ticket == ticket

@@ -68,7 +68,7 @@ class Server:
             self.workers.append(worker)
         self.scheduler = ConnectorScheduler(self.groups, is_prefill=is_prefill, is_decode=not is_prefill)
         self.scheduler.held.pool = Pool()
-        self.scheduler.ticket = self.workers[0]._ranks.ticket or {}
+        self.scheduler.answers.ticket = self.workers[0]._ranks.ticket or {}
         self._told = {"sent": [set[str]() for _ in shards], "received": [set[str]() for _ in shards]}
         self.failed: set[str] = set()
 

@@ -51,7 +51,7 @@ def test_tokens_that_only_decode_may_compute(num_tokens: int, num_computed: int)
     groups = describe_groups([group()])
     prefill = ConnectorScheduler(groups, is_prefill=True, is_decode=False, num_left_out=3)
     prefill.held.pool = Pool()
-    prefill.ticket = {"address": "tcp://127.0.0.1:1", "instance": "server", "fingerprint": "", "room": "any"}
+    prefill.answers.ticket = {"address": "tcp://127.0.0.1:1", "instance": "server", "fingerprint": "", "room": "any"}
     request = asked("p", {"do_remote_decode": True}, num_tokens)
     request._all_token_ids, request.num_prompt_tokens = list(range(num_tokens)), num_tokens
     prefill.add(request)

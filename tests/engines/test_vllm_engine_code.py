@@ -99,7 +99,7 @@ def test_blocks_to_receive_into(error: BaseException) -> None:
         target.scheduler.allocated(bad, [Raising(error)], PROMPT - 1)  # type: ignore[list-item]
         target.step()
         target.until(lambda: "bad" in target.told.failed)
-        target.scheduler.take_received(["bad"])
+        target.scheduler.receiving.take_received(["bad"])
         source.until(lambda: "p" in source.told.sent)
         source.told.sent.clear()
         undisturbed(source, target)
@@ -114,7 +114,7 @@ def test_blocks_that_workers_are_given(error: BaseException) -> None:
         blocks = [GroupBlocks(0, Raising(error))]  # type: ignore[arg-type]
         carry_out(target, StepOrders(granted={"bad": GrantOrder(0, PROMPT - 1, blocks)}))
         target.until(lambda: "bad" in target.told.failed)
-        target.scheduler.take_received(["bad"])
+        target.scheduler.receiving.take_received(["bad"])
         source.until(lambda: "p" in source.told.sent)
         source.told.sent.clear()
         chunks = {"bad": ChunkOrder(0, PROMPT, blocks, is_last=True, metadata=b"")}

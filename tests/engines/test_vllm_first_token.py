@@ -178,8 +178,8 @@ def test_a_request_that_is_aborted_before_its_token_is_sampled_is_not_handed_ove
         request = sampled("p", REQUEST, Sampling(max_tokens=1))
         source.scheduler.add(request)
         source.step({"p": (0, PROMPT, PREFILL)})
-        assert source.scheduler.ticket is not None
-        ticket = ticket_for_room(source.scheduler.ticket, "p", None)
+        assert source.scheduler.answers.ticket is not None
+        ticket = ticket_for_room(source.scheduler.answers.ticket, "p", None)
         begin_decode(target, {"do_remote_prefill": True, "kvflow_ticket": ticket, "kvflow_prompt": digest_of(request)})
         source.scheduler.finished(request, (), is_complete=False, status="FINISHED_ABORTED")
         source.step(finished=["p"])

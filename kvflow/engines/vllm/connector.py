@@ -124,7 +124,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
         kvflow's workers report their tickets otherwise: a MultiConnector passes on the metadata of one connector alone.
         """
-        self._scheduler.shares_answers = bool(metadata)
+        self._scheduler.answers.is_shared = bool(metadata)
 
     @override
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -163,10 +163,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.take_sent(connector_output.finished_sending or ())
+        self._scheduler.sending.take_sent(connector_output.finished_sending or ())
         received = connector_output.finished_recving or ()
         self._times.note(received, "received")
-        self._scheduler.take_received(received)
+        self._scheduler.receiving.take_received(received)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.take_report(report)

@@ -1,7 +1,7 @@
 """What scheduler and workers send each other with each step of vLLM, which pickles it. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from kvflow.engines.vllm.dialect import Reference
@@ -86,6 +86,12 @@ class StepOrders:
     reclaimed: dict[str, bool] = field(default_factory=dict)
     is_empty: bool = False
     wants_ticket: bool = False
+
+    def take_orders(self) -> "StepOrders":
+        """Return the orders so far, and begin those of the next step."""
+        taken = replace(self)
+        vars(self).update(vars(StepOrders()))
+        return taken
 
 
 @dataclass
