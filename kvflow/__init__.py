@@ -17,6 +17,7 @@ from kvflow.errors import (
     KvflowError,
     LayoutError,
     LocalProtocolError,
+    OfferDeclined,
     PagesInUse,
     PlanError,
     ProtocolError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from kvflow.keys import load_capability_key, load_trust, make_capability
     from kvflow.observe.breakdown import Breakdown
     from kvflow.observe.logs import configure_logging
+    from kvflow.offers import MadeOffer, OfferBook, OfferQueue, ReceivedOffer
     from kvflow.open_transfers import QuarantineRecord
     from kvflow.options import ReceiveOptions, SendOptions
     from kvflow.prefill import PrefillRank
@@ -76,8 +78,12 @@ __all__ = [
     "LayoutError",
     "Limits",
     "LocalProtocolError",
+    "MadeOffer",
     "Memory",
     "MissingProof",
+    "OfferBook",
+    "OfferDeclined",
+    "OfferQueue",
     "Outcome",
     "PagesInUse",
     "PlanError",
@@ -91,6 +97,7 @@ __all__ = [
     "RankDraining",
     "RankStatistics",
     "ReceiveOptions",
+    "ReceivedOffer",
     "RegistrationError",
     "Registry",
     "RemoteProtocolError",
@@ -133,6 +140,10 @@ _HOMES: Final = dict.fromkeys(errors.__all__, "kvflow.errors") | {
     "KVLayout": "kvflow.geometry.layout",
     "LayersReady": "kvflow.state.events.prefill",
     "Limits": "kvflow.config",
+    "MadeOffer": "kvflow.offers",
+    "OfferBook": "kvflow.offers",
+    "OfferQueue": "kvflow.offers",
+    "ReceivedOffer": "kvflow.offers",
     "Memory": "kvflow.state.tables",
     "MissingProof": "kvflow.state.quarantine",
     "Outcome": "kvflow.state.tables",

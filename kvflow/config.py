@@ -303,11 +303,14 @@ class PrefillConfig(RankConfig):
         advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard.
         packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.
+        takes_offers: The engine looks at the offers of other instances (`PrefillRank.offers`), which are declined
+            otherwise.
     """
 
     packing: Packing = "auto"
     bind: str = "tcp://127.0.0.1:0"
     advertise: str | None = None
+    takes_offers: bool = False
 
     _host_staging_bytes = 64 * 2**20
 
@@ -316,6 +319,7 @@ class PrefillConfig(RankConfig):
         self._check_staging(self.staging_slot_bytes)
         check_bind(self.bind, self.advertise)
         check_needs_trust("bind", self.bind, self.trust)
+        check_type("takes_offers", self.takes_offers, bool)
         if self.packing not in get_args(Packing):
             raise ConfigError(
                 "unknown packing mode", setting="packing", value=self.packing, known=list(get_args(Packing))

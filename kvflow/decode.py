@@ -22,6 +22,7 @@ from kvflow.geometry.ranges import TokenRange
 from kvflow.hosts import default_host
 from kvflow.observe.totals import RECEIVED_AT_ONCE, Received
 from kvflow.observe.trace import slow_values
+from kvflow.offers import OfferBook
 from kvflow.options import ReceiveOptions
 from kvflow.ports import Ports
 from kvflow.rank import Rank
@@ -54,6 +55,9 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
         tracer: Makes a span of each transfer, see `kvflow.otel.TransferTracer`.
 
+    Attributes:
+        offers: Offers rooms of this instance to others.
+
     Raises:
         ConfigError: `config` is not a `DecodeConfig`, `layout` is not a `KVLayout`, the backend is unknown, or
             digests of device memory are configured.
@@ -64,6 +68,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
 
     config: DecodeConfig
     _core: DecodeCore
+    offers: OfferBook
     _role = "decode"
 
     def __init__(
@@ -92,6 +97,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         self._generations = itertools.count(1)
         self._secret = self._ports.random_bytes(SECRET_BYTES)
         self._totals = self._transfers.totals
+        self.offers = OfferBook(self._checks, self._check_open, self._request, self._dispatch)
 
     def receive(
         self,
@@ -314,6 +320,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
                     self._connections.send_ack(peer, message)
                 else:
                     self._connections.send(peer, message)
+            case ef.ReportOffer(number, failure):
+                self.offers.note_answer(number, failure)
             case ef.ReportReceiver():
                 self._report_receiver(effect)
             case ef.WatchNotices(active):

@@ -22,6 +22,7 @@ __all__ = [
     "KvflowError",
     "LayoutError",
     "LocalProtocolError",
+    "OfferDeclined",
     "PagesInUse",
     "PlanError",
     "ProtocolError",
@@ -122,6 +123,10 @@ class CapacityExceeded(KvflowError):
 
 class TicketError(KvflowError):
     """The ticket cannot be used; `values` has the reason. Fail its request."""
+
+
+class OfferDeclined(KvflowError):
+    """Another instance does not take an offered room; `values` has the reason. Offer it to another one, or keep it."""
 
 
 class Unreachable(KvflowError):

@@ -20,6 +20,7 @@ from kvflow.gate.sizes import Unread
 from kvflow.gate.verdict import ACCEPTED
 from kvflow.geometry.layout import KVLayout
 from kvflow.hosts import host_of
+from kvflow.offers import OfferQueue
 from kvflow.options import SendOptions
 from kvflow.packing.staging import LocalStaging
 from kvflow.ports import Ports
@@ -68,6 +69,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         ports: Replacement for the real sockets, clock, threads and random bytes (for tests).
         tracer: Makes a span of each transfer, see `kvflow.otel.TransferTracer`.
 
+    Attributes:
+        offers: Rooms that other instances offer to this one; needs `PrefillConfig.takes_offers`.
+
     Raises:
         ConfigError: `config` is not a `PrefillConfig`, `layout` is not a `KVLayout`, the control address cannot be
             bound, or the backend is unknown.
@@ -78,6 +82,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
     config: PrefillConfig
     _core: PrefillCore
+    offers: OfferQueue
     _role = "prefill"
 
     def __init__(
@@ -95,7 +100,8 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
         self._endpoint: str | None = None
-        self._calls = itertools.count()
+        self._next_call = itertools.count().__next__
+        self.offers = OfferQueue(self._check_open, self._dispatch, self._new_failure)
 
     @property
     def endpoint(self) -> str:
@@ -154,21 +160,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint, traceparent=context)
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
-    def _next_call(self) -> int:
-        """Return a number for a call that waits for capacity."""
-        return next(self._calls)
-
     @override
     def _post_counts(self) -> PostCounts:
-        submit = self._submit
-        return PostCounts(
-            posted=submit.num_posted,
-            packed_posts=submit.packed.num_posts,
-            packed_bytes=submit.packed.num_bytes,
-            direct_posts=submit.direct.num_posts,
-            direct_bytes=submit.direct.num_bytes,
-            writes=submit.totals.copied(),
-        )
+        return self._submit.counts()
 
     @override
     def _listens_at(self) -> str:
@@ -208,6 +202,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             staging=None if staging is None else staging.settings,
             domain=backend.domain()[:MAX_DOMAIN_BYTES],
             endpoint=self.endpoint,
+            takes_offers=self.config.takes_offers,
         )
         self._core = PrefillCore(self.me, settings)
         self._line = self._core.line
@@ -253,6 +248,10 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
                     sender._report_quiesced(resume_at)
             case ef.ReportSender(room):
                 self._transfers.report(room, effect)
+            case ef.PassOffer(peer, offer):
+                self.offers.add_offer(peer, offer)
+            case ef.WithdrawOffer(peer, number):
+                self.offers.withdraw_offer(peer, number)
             case ef.PlanPiece(piece):
                 self._planning.plan_piece(piece)
             case ef.PostPlan(delivery, seq, notice):

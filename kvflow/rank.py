@@ -41,6 +41,7 @@ from kvflow.observe.histograms import Histogram
 from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
+from kvflow.offers import OfferBook, OfferQueue
 from kvflow.open_transfers import OpenTransfers, QuarantineRecord, QuarantineView
 from kvflow.packing.staging import staging_memory
 from kvflow.ports import Ports
@@ -102,6 +103,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
 
     _core: Core[AnyEvent | SharedEvent, AnyEffect]
     _role: ClassVar[Role]
+    offers: OfferBook | OfferQueue
 
     def __init__(
         self,
@@ -129,7 +131,11 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._loop_lag = Histogram()
         self._pulse = Pulse(self._ports.now, lambda: self._transfers.num_unsettled > 0, self._anomalies.note_hold)
         self._dispatcher = Dispatcher[AnyEvent | SharedEvent, AnyEffect](
-            self._perform, self._give_up, self._raise_at_exit, self._ports.now, self._log
+            self._perform,
+            self._give_up,
+            lambda error: self._tasks.fail(error),  # noqa: PLW0108 - made next
+            self._ports.now,
+            self._log,
         )
         self._request, self._dispatch = self._dispatcher.submit, self._dispatcher.dispatch
         self._now, self._footprint_of = self._ports.now, self._transfers.footprint
@@ -208,6 +214,7 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         finally:
             self._dispatcher.is_over = True
             self._transfers.end_proofs()
+            self.offers.end_offers(self._new_failure(FailureReason.PEER_CLOSED, f"{self.me.rank} is closed"))
             try:
                 await self._incidents.finish()
                 self._resources.close()
@@ -283,8 +290,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         await self._transfers.wait_until_settled(math.inf if timeout_s is None else timeout_s)
         return self.is_drained
 
-    # The core -------------------------------------------------------------------------------------------------------
-
     def _start(
         self,
         handle: Callable[[AnyEvent | SharedEvent, float], Sequence[AnyEffect]],
@@ -304,16 +309,12 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._unregister()
         self._say_goodbye(failure)
         self._transfers.fail(failure)
+        self.offers.end_offers(failure)
 
     def _note_lag(self, lag_s: float) -> None:
         self._loop_lag.add(lag_s)
         if not self._pulse.is_running:
             self._anomalies.note_hold(lag_s, "at least, as no transfer was open: ")
-
-    def _raise_at_exit(self, error: Exception) -> None:
-        self._tasks.fail(error)
-
-    # Transfers ------------------------------------------------------------------------------------------------------
 
     def _open_transfer(self, key: RoomId, transfer: AnyTransfer, event: AnyEvent, memory: Memory = Memory.HELD) -> None:
         """Register a transfer, with or without pages, and pass its opening event to the core.

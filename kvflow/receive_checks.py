@@ -120,6 +120,10 @@ class ReceiveChecks:
         """Return the timeout of a transfer: this one, or the configured one if it is None."""
         return self._config.timeouts.transfer_s if timeout_s is None else check_duration("timeout_s", timeout_s)
 
+    def offer_timeout_of(self, timeout_s: float | None) -> float:
+        """Return how long an offer waits for an answer: this, or the configured time if it is None."""
+        return self._config.timeouts.grant_s if timeout_s is None else check_duration("timeout_s", timeout_s)
+
     def check_wanted(
         self,
         tokens: TokenRange,
@@ -150,14 +154,17 @@ class ReceiveChecks:
             raise TicketError("ticket is JSON text: pass `json.loads(ticket)`", ticket=str(prefill[:40]))
         if room is None:
             raise LocalProtocolError("room must be an integer or a string, or come with a ticket", room=room)
-        room = check_room(room)
+        return check_room(room), self.check_instance(prefill), None
+
+    def check_instance(self, prefill: str | Endpoint) -> ev.InstanceRef:
+        """Check a reference to an instance that is no ticket; raises as `DecodeRank.receive`."""
         if (isinstance(prefill, str) and prefill.startswith(SCHEME)) or isinstance(prefill, Endpoint):
             address = str(prefill)
             check_endpoint("prefill", address)
             check_needs_trust("prefill", address, self._config.trust)
             if denial := host_denial(address, self._config.allowed_hosts):
                 raise ConfigError(denial, setting="allowed_hosts", prefill=address)
-            return room, ev.InstanceAddress(address), None
+            return ev.InstanceAddress(address)
         if not is_instance_name(prefill):
             raise LocalProtocolError(
                 "prefill must be an instance name, an address (tcp://HOST:PORT or a kvflow.Endpoint) or a ticket",
@@ -167,7 +174,7 @@ class ReceiveChecks:
             raise ConfigError(
                 "prefill is an instance name, which requires `registry`", setting="registry", prefill=prefill
             )
-        return room, prefill, None
+        return prefill
 
     def _admit(self, ticket: Ticket) -> None:
         """Raise TicketError if a ticket may not be followed."""

@@ -23,6 +23,7 @@ from simulation.invariants import check_invariants
 from simulation.loop import PROCESS, Process, Violation
 from simulation.memory import Pool
 from simulation.model import Model, layout_of
+from simulation.offers import Offers
 from simulation.oracle import Instance, Oracle
 from simulation.references import References
 from simulation.requests import Receiving, Request
@@ -84,6 +85,8 @@ class Deployment:
         workers: The latest worker of each rank.
         sabotaged: Processes that are allowed to fail.
         restart_s: Maximum delay after which the supervisor restarts a process; None if there is no supervisor.
+        hosts: As above.
+        offers: Delivers some requests by offers; None if prefill ranks take none.
     """
 
     def __init__(  # noqa: PLR0913 - all by keyword
@@ -116,7 +119,8 @@ class Deployment:
             may_lose_messages=may_lose_messages,
             hosts=hosts,
         )
-        self._hosts = hosts
+        self.hosts = hosts
+        self.offers: Offers | None = None
         self._guests = {host: guest for guest, host in hosts.items()}
         self.workers: dict[RankId, Worker] = {}
         self.sabotaged: dict[Process, None] = {}
@@ -127,6 +131,11 @@ class Deployment:
         self._fixed_ports = fixed_ports
         self._references = references
         self._rng = random.Random(world.rng.getrandbits(64))  # noqa: S311 - chance must be repeatable here
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether faults are injected."""
+        return self.restart_s != SOON_S
 
     @property
     def ranks(self) -> list[RankId]:
@@ -147,7 +156,7 @@ class Deployment:
 
     def start(self, rank: RankId) -> None:
         """Start a worker, and the other worker of its process if there is one, unless they are running."""
-        rank = rank._replace(instance=self._hosts.get(rank.instance, rank.instance))
+        rank = rank._replace(instance=self.hosts.get(rank.instance, rank.instance))
         worker = self.workers.get(rank)
         if worker is not None and worker.process.is_alive:
             return
@@ -193,7 +202,8 @@ class Deployment:
             port = self._endpoint(rank).port if is_fixed else 0
             packing: Packing = "never" if self._staging is None else "always"
             settings = self._settings(rank, is_decode=False)
-            await worker.run(PrefillConfig(bind=f"tcp://127.0.0.1:{port}", packing=packing, **settings))
+            bind, takes_offers = f"tcp://127.0.0.1:{port}", self.offers is not None
+            await worker.run(PrefillConfig(bind=bind, packing=packing, takes_offers=takes_offers, **settings))
 
     def _settings(self, rank: RankId, *, is_decode: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -234,8 +244,8 @@ class Deployment:
             return request
         ranks = self.instances[request.prefill].ranks
         workers = [worker for rank in ranks if isinstance(worker := self.workers[rank], PrefillWorker)]
-        stale = self.restart_s != SOON_S
-        reference = self._references.of(request, self._endpoint(ranks[0]), workers, may_be_stale=stale)
+        is_stale = self.is_disturbed
+        reference = self._references.of(request, self._endpoint(ranks[0]), workers, may_be_stale=is_stale)
         return dataclasses.replace(request, reference=reference)
 
     def _ended(self, worker: Worker) -> None:
@@ -377,6 +387,7 @@ def leftovers(worker: Worker) -> Mapping[str, int]:
         "queued_chunks": counts.queued_chunks,
         "posted": counts.posted,
         "slots_taken": counts.staging.slots_taken,
+        "offers": len(worker.rank._core.offers),
     }
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import anyio
@@ -38,6 +39,7 @@ from simulation.requests import Receiving, Request, Sending
 
 if TYPE_CHECKING:
     from simulation.deployment import Deployment
+    from simulation.offers import Offers
 
 __all__ = [
     "POLL_S",
@@ -283,11 +285,18 @@ class Worker:
         async with rank:
             self.rank = rank
             self.is_ready = True
+            if isinstance(rank, PrefillRank) and self.deployment.offers is not None:
+                self.process.spawn(self._take_offers(rank, self.deployment.offers))
             await self._closing.wait()
             if self._drain_s:
                 await rank.drain(self._drain_s)
         if self._lives_on:
             await anyio.sleep_forever()
+
+    async def _take_offers(self, rank: PrefillRank, offers: "Offers") -> None:
+        with suppress(LocalProtocolError, RankBroken):  # the rank is closed or broken
+            while True:
+                offers.decide(await rank.offers.wait_for_offer())
 
     async def _carry_out(
         self, prepare: Callable[[], AnyRoom | None], move: Callable[[AnyRoom], Awaitable[None]], wait_s: float

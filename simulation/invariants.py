@@ -7,8 +7,10 @@ import numpy as np
 from kvflow.errors import KvflowError
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.state.decode.core import DecodeCore
+from kvflow.state.decode.deadlines import OfferOverdue
 from kvflow.state.decode.room import Room as DecodeRoom
 from kvflow.state.prefill.core import PrefillCore
+from kvflow.state.prefill.deadlines import OfferExpired
 from kvflow.state.prefill.delivery import STANDING, Delivery
 from kvflow.state.prefill.room import Room as PrefillRoom
 from kvflow.state.quarantine import Footprint, Quarantine
@@ -59,6 +61,10 @@ def _check_prefill(core: PrefillCore) -> None:
         core.quarantine,
         [room.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
+    for peer, offer in core.offers._open:
+        _require(peer in core.peers, "offer is open whose sender is gone", peer=peer, offer=offer)
+        _require(OfferExpired(peer, offer) in core.timers, "offer is open for ever", peer=peer, offer=offer)
+    _require(core.offers._shares.total == len(core.offers), "offers are miscounted", found=len(core.offers))
     counts = Counter(delivery.id.peer for delivery in rooms.unfenced)
     by_peer = {peer: len(keys) for peer, keys in rooms.unfenced._by_peer._keys.items()}
     _require(by_peer == counts, "unfenced deliveries are miscounted", counted=by_peer)
@@ -118,6 +124,10 @@ def _check_decode(core: DecodeCore) -> None:
         [room.opened.footprint for room in rooms.rooms.values() if room.state.memory is Memory.QUARANTINED],
     )
     _check_held(core)
+    for offer, made in core.offers._made.items():
+        _require(OfferOverdue(offer) in core.timers, "offer waits for ever", offer=offer)
+        _require((made.peer is None) == (offer in core.offers._unsent), "offer is neither sent nor waiting")
+        _require(made.peer is None or made.peer in core.peers, "offer waits for a rank that is gone", offer=offer)
     for generation, room in rooms.rooms.items():
         _check_facts(room.state, generation=generation)
         is_over = room.state.is_safe and not room.state.is_pending

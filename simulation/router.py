@@ -265,19 +265,37 @@ class Router:
         return trial.has_succeeded
 
     def _send(self, request: Request, attempt: _Attempt) -> None:
-        rng, faults = self._rng, self.world.faults
         chunks = self._draw_chunks(request)
+        offers = self.deployment.offers
+        if offers is not None and offers.draw(request):
+            self._serve(request, attempt, chunks, request.prefill)
+            offers.deliver(
+                request,
+                lambda offered: self._serve(offered, attempt, chunks, request.decode),
+                lambda: self._refuse(request, attempt),
+            )
+            return
         for side in (request.prefill, request.decode):
-            late_s = rng.random() if self.world.injected and faults.absence and rng.random() < 0.2 else 0.0
-            for rank in self.deployment.instances[side].ranks:
-                on_end = self._on_end(attempt, request, rank)
-                if faults.absence and rng.random() < faults.absence:
-                    self.world.count("engine absent")
-                    on_end(False)
-                    continue
-                worker = self.deployment.workers[rank]
-                course = self._draw_course(request, chunks, worker)
-                worker.submit(request, course, on_end, late_s + 0.02 * rng.random())
+            self._serve(request, attempt, chunks, side)
+
+    def _refuse(self, request: Request, attempt: _Attempt) -> None:
+        """Report that a request was not offered with success."""
+        for rank in self.deployment.instances[request.decode].ranks:
+            self._on_end(attempt, request, rank)(False)
+
+    def _serve(self, request: Request, attempt: _Attempt, chunks: Course, side: str) -> None:
+        """Submit a request to the engines of one side."""
+        rng, faults = self._rng, self.world.faults
+        late_s = rng.random() if self.world.injected and faults.absence and rng.random() < 0.2 else 0.0
+        for rank in self.deployment.instances[side].ranks:
+            on_end = self._on_end(attempt, request, rank)
+            if faults.absence and rng.random() < faults.absence:
+                self.world.count("engine absent")
+                on_end(False)
+                continue
+            worker = self.deployment.workers[rank]
+            course = self._draw_course(request, chunks, worker)
+            worker.submit(request, course, on_end, late_s + 0.02 * rng.random())
 
     def _on_end(self, attempt: _Attempt, request: Request, rank: RankId) -> Callable[[bool], None]:
         def ended(has_succeeded: bool) -> None:

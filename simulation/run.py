@@ -13,6 +13,7 @@ from simulation.faults import Faults, draw_faults
 from simulation.injection import ACTIVE_S, FaultInjector
 from simulation.loop import Violation
 from simulation.model import MODELS, Shape
+from simulation.offers import Offers
 from simulation.oracle import Instance
 from simulation.references import References
 from simulation.router import ANNOUNCED_S, Announcements, Router
@@ -60,6 +61,9 @@ OVERTAKING: Final = 0.3
 
 NO_PAGES: Final = 0.2
 """Maximum chance that a decode engine never gets pages. Half of the seeds with announcements draw one."""
+
+OFFERING: Final = 0.5
+"""Share of the seeds with both roles in each process in which requests are offered."""
 
 SPLITS: Final = (*[(1, 1)] * 8, *[(2, 1)] * 4, *[(1, 2)] * 4, (2, 2))
 
@@ -131,6 +135,7 @@ def run_seed(seed: int, *, tells: bool = False, faults: Faults | None = None, by
             deployment = _draw_deployment(rng, world, None if by_name else seed)
             with watch_logs(deployment):
                 preemptions = None if by_name else _draw_preemptions(seed)
+                deployment.offers = None if by_name else _draw_offers(seed, deployment)
                 router = Router(
                     deployment,
                     num_clients=rng.choice((1, 1, 2)),
@@ -244,6 +249,14 @@ def _draw_announcements(seed: int) -> Announcements | None:
     """Return a generator for announcements in about a third of the seeds, else None; this changes no other draws."""
     rng = random.Random(f"announcing {seed}")  # noqa: S311 - chance must be repeatable here
     return Announcements(rng) if rng.random() < ANNOUNCING else None
+
+
+def _draw_offers(seed: int, deployment: Deployment) -> Offers | None:
+    """Return what offers requests, in some of the seeds with both roles; this changes no other draws."""
+    rng = _own(seed, "offering")
+    if not deployment.hosts or rng.random() >= OFFERING:
+        return None
+    return Offers(deployment, rng, share=0.2 + 0.8 * rng.random(), declines=0.4 * rng.random())
 
 
 def may_lose_messages(faults: Faults) -> bool:

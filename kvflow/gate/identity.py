@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvflow.addresses import split_address
+from kvflow.errors import TicketError
 from kvflow.gate.capability import denial
 from kvflow.trust import Trust, short, speaks_for
 from kvflow.wire.messages import (
@@ -15,6 +16,7 @@ from kvflow.wire.messages import (
     Decline,
     Grant,
     Hello,
+    Offer,
     PeerId,
     RankId,
     Refuse,
@@ -34,7 +36,7 @@ __all__ = [
     "ticket_denial",
 ]
 
-AUTHORIZED: Final = (Hello, Grant, Announce, Decline)
+AUTHORIZED: Final = (Hello, Grant, Announce, Decline, Offer)
 """Kinds of messages to a prefill rank that need a key or a capability."""
 
 REGISTRY: Final = PeerId(RankId("registry", 0), 0)
@@ -65,7 +67,7 @@ class KeyGate:
 
 
 def message_denial(
-    message: Hello | Grant | Announce | Decline,
+    message: Hello | Grant | Announce | Decline | Offer,
     names: tuple[str, ...],
     sender: PeerId | None,
     prefill: str,
@@ -75,13 +77,19 @@ def message_denial(
     """Return why a message to a prefill rank must be rejected; empty if it is allowed.
 
     Peers that may act for different instances have different connections, so the core itself keeps them apart. A Hello
-    needs a key that is listed for its instance, and what asks for a room may need a capability for it.
+    and the ticket of an Offer need a key that is listed for their instance, and what asks for a room may need a
+    capability for it.
 
     `names` are the instances that the sender may act for, and `sender` is the peer that has sent a Hello over the
     connection, if any. Without `capability_keys`, no capabilities are needed.
     """
     if isinstance(message, Hello):
         return name_denial(names, message.peer)
+    if isinstance(message, Offer):
+        try:
+            return name_denial(names, Ticket.from_json(message.ticket).issuer)
+        except TicketError as error:
+            return str(error)
     if sender is None and isinstance(message, Decline) and message.peer is not None:
         if denied := name_denial(names, message.peer):
             return denied

@@ -39,6 +39,7 @@ from kvflow.wire.messages import (
     Hello,
     Message,
     Notice,
+    OfferAnswered,
     PagesQuery,
     PeerId,
     Ping,
@@ -165,7 +166,7 @@ class HelloChecks:
 
 # On a decode rank --------------------------------------------------------------------------------------------------
 
-Answer = Welcome | Refuse | Notice | PagesQuery | SlotQuery | Drained | Failed | Ping | Pong | Goodbye
+Answer = Welcome | Refuse | Notice | PagesQuery | SlotQuery | Drained | Failed | OfferAnswered | Ping | Pong | Goodbye
 """Messages from prefill ranks."""
 
 ANSWERS: Final[Reader[Answer]] = Reader(Answer)

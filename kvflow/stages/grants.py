@@ -19,6 +19,7 @@ from kvflow.wire.messages import (
     GrantedPages,
     Hello,
     Message,
+    Offer,
     PeerId,
     Ping,
     Pong,
@@ -29,7 +30,19 @@ from kvflow.wire.messages import (
 __all__ = ["GrantCollector", "RankMessage"]
 
 RankMessage = (
-    Hello | Goodbye | Refuse | Announce | Grant | GrantedPages | Decline | Ack | Cancel | SlotReleased | Ping | Pong
+    Hello
+    | Goodbye
+    | Refuse
+    | Announce
+    | Grant
+    | GrantedPages
+    | Decline
+    | Ack
+    | Cancel
+    | SlotReleased
+    | Ping
+    | Pong
+    | Offer
 )
 """Messages from decode ranks."""
 

@@ -13,6 +13,7 @@ from kvflow.observe.totals import WriteTotals
 from kvflow.stages.context import PeerAgents, StageContext
 from kvflow.state import events as ev
 from kvflow.state.events import DeliveryId
+from kvflow.statistics import PostCounts
 from kvflow.wire.codec import encode
 from kvflow.wire.messages import MAX_ENDS, Message, Notice, PeerId, Pong, Stamps
 
@@ -66,6 +67,17 @@ class Submit:
     def may_still_land(self) -> bool:
         """Whether a post is in flight or has lingered, so that bytes may still land. Also valid for a broken rank."""
         return self._has_lingered or bool(self._posts)
+
+    def counts(self) -> PostCounts:
+        """Count what was posted so far."""
+        return PostCounts(
+            posted=len(self._posts),
+            packed_posts=self.packed.num_posts,
+            packed_bytes=self.packed.num_bytes,
+            direct_posts=self.direct.num_posts,
+            direct_bytes=self.direct.num_bytes,
+            writes=self.totals.copied(),
+        )
 
     def with_ends(self, peer: PeerId | None, message: Message) -> Message:
         """Add the sound connections to the peer to a Pong that must list them."""

@@ -14,7 +14,7 @@ from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.room import RoomId
 from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, PeerId, RankRecord, Stamps
+from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, Offer, PeerId, RankRecord, Stamps
 
 __all__ = [
     "AdmitChunk",
@@ -33,6 +33,7 @@ __all__ = [
     "LogEvent",
     "LookUp",
     "NoteEnds",
+    "PassOffer",
     "Piece",
     "PieceSlots",
     "PlanPiece",
@@ -43,6 +44,7 @@ __all__ = [
     "ReceivedRoom",
     "Reply",
     "ReportGranted",
+    "ReportOffer",
     "ReportQuiesced",
     "ReportReceiver",
     "ReportSender",
@@ -52,6 +54,7 @@ __all__ = [
     "WaitForFence",
     "WaitForLanding",
     "WatchNotices",
+    "WithdrawOffer",
     "WrittenBy",
     "YieldTurn",
 ]
@@ -199,6 +202,20 @@ class ReportSender(msgspec.Struct, frozen=True):
     outcome: Outcome
     memory: Memory
     failure: Failure | None
+
+
+class PassOffer(msgspec.Struct, frozen=True):
+    """Pass the offer of a decode rank to the engine, which decides."""
+
+    peer: PeerId
+    offer: Offer
+
+
+class WithdrawOffer(msgspec.Struct, frozen=True):
+    """Tell the engine that an offer cannot be accepted any more."""
+
+    peer: PeerId
+    number: int
 
 
 # On a decode rank --------------------------------------------------------------------------------------------------
@@ -366,6 +383,13 @@ class ScatterStaged(msgspec.Struct, frozen=True):
     notice: Notice
 
 
+class ReportOffer(msgspec.Struct, frozen=True):
+    """Report to the engine that its offer was accepted, or has failed."""
+
+    number: int
+    failure: Failure | None
+
+
 class ReportReceiver(msgspec.Struct, frozen=True):
     """Report the outcome and memory state of a received room to the engine, and the result, once it has succeeded."""
 
@@ -411,6 +435,8 @@ PrefillEffect = (
     | ReportGranted
     | ReportQuiesced
     | ReportSender
+    | PassOffer
+    | WithdrawOffer
     | CountAnomaly
     | LogEvent
 )
@@ -429,6 +455,7 @@ DecodeEffect = (
     | VerifyDigests
     | ScatterStaged
     | ReportReceiver
+    | ReportOffer
     | CountAnomaly
     | LogEvent
 )

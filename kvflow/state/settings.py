@@ -46,6 +46,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
         domain: Where writes that outlive the process can be observed; sent to decode ranks.
         endpoint: Address that the rank listens on; sent to decode ranks, which presume the process ended once nothing
             listens there.
+        takes_offers: Whether the engine takes offers.
     """
 
     timeouts: Timeouts
@@ -57,6 +58,7 @@ class PrefillSettings(msgspec.Struct, frozen=True):
     staging: LocalStagingSettings | None = None
     domain: bytes = b""
     endpoint: str = ""
+    takes_offers: bool = False
 
     @property
     def max_pages(self) -> int:

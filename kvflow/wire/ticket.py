@@ -123,6 +123,18 @@ class Ticket:
         added = (read.capability, read.signature, read.traceparent)
         return cls(room, read.address, issuer, read.fingerprint, read.versions, *added)
 
+    def to_json(self) -> bytes:
+        """Return the ticket as the text that `from_json` parses."""
+        return msgspec.json.encode(self.as_dict())
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Ticket":
+        """Parse a ticket; raises as `parse`."""
+        try:
+            return cls.parse(msgspec.json.decode(text, type=dict[str, object]))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TicketError("ticket is malformed", detail=str(error)) from error
+
     def check_room(self, room: RoomId | None) -> None:
         """Raise TicketError if this ticket is not for a room; None stands for the room of the ticket."""
         if room is not None and room != self.room:

@@ -55,6 +55,8 @@ class Setup(NamedTuple):
         spare_pages: Pages of each rank beyond those that the rooms take.
         timeouts: Time limits of every rank.
         planned_inline: Descriptors of the largest piece that is planned at once.
+        offers: Each decode rank makes an offer to the prefill instance.
+        accepts: The prefill engine accepts offers, at any later time; otherwise it declines them.
         has_pings: Pings are sent. Without them a world has fewer states, and leases expire in silence.
     """
 
@@ -73,6 +75,8 @@ class Setup(NamedTuple):
     spare_pages: int = 0
     timeouts: Timeouts = TIMEOUTS
     planned_inline: int = 20_000
+    offers: bool = False
+    accepts: bool = True
     has_pings: bool = False
 
 

@@ -12,7 +12,7 @@ from kvflow.state import events as ev
 from kvflow.state.decode.core import DecodeCore
 from kvflow.state.prefill.core import PrefillCore
 from kvflow.state.tables import Memory, Outcome
-from kvflow.wire.messages import Failure
+from kvflow.wire.messages import Failure, Offer
 from simulation.explore.setup import GIVE_UP_S, LEASE_S, MAX_TRIALS, Setup
 from simulation.explore.snapshot import copied, fingerprint
 from simulation.explore.world import PromiseBroken, World
@@ -20,12 +20,15 @@ from simulation.explore.world import PromiseBroken, World
 __all__ = ["SmallWorld", "Step"]
 
 UNORDERED: Final = {
-    *("channels", "connected", "landed", "openings", "promised", "received", "sent", "served", "staged", "wanted")
+    *("channels", "connected", "landed", "openings", "promised", "received", "sent", "served", "staged", "wanted"),
+    *("answered", "passed"),
 }
 """Tables of a world in which the order of the entries makes no difference."""
 
 EPILOGUE_S: Final = 1_000_000.0
 EPILOGUE_STEPS: Final = 20_000
+
+OFFER: Final = 1
 
 FIRST_TRIAL_ROOM: Final = 1_000
 TRIAL_S: Final = 10.0
@@ -56,6 +59,8 @@ class SmallWorld(World):
         super().__init__(setup)
         self._generations = {room: number for number, room in enumerate(setup.rooms, 1)}
         self.script = [item for room in setup.rooms for item in self._requests(room)]
+        if setup.offers:
+            self.script += [("D", number, _offer()) for number in range(setup.num_decode)]
         if setup.is_connected:
             self._connect_all()
 
@@ -176,12 +181,22 @@ class SmallWorld(World):
         outcomes = [outcome for outcome, _ in (*self.sent.values(), *self.received.values())]
         if not self.num_faults and any(outcome is not Outcome.SUCCESS for outcome in outcomes):
             raise PromiseBroken("a transfer fails without any fault", sent=str(self.sent))
+        self._check_offers()
         self.restart()
         for number in range(MAX_TRIALS):
             if self._succeeds(FIRST_TRIAL_ROOM + number):
                 return
             self._wait(self.now + (SLOT_S if self.setup.slots else TRIAL_S))
         raise PromiseBroken("service does not recover", sent=str(self.sent), received=str(self.received))
+
+    def _check_offers(self) -> None:
+        """Check that every offer has ended, and as the engines have decided if there were no faults."""
+        made = [core.me for core in self.decode] if self.setup.offers else []
+        unanswered = [peer for peer in made if (peer, OFFER) not in self.answered]
+        if unanswered or any(len(core.offers) for _, _, core in self._cores()):
+            raise PromiseBroken("an offer does not end", unanswered=unanswered)
+        if not self.num_faults and self.answered != self.passed:
+            raise PromiseBroken("an offer fails without any fault", answered=self.answered)
 
     def _succeeds(self, room: int) -> bool:
         """Run one more transfer between all ranks, and return whether it succeeds on all of them."""
@@ -278,6 +293,10 @@ class SmallWorld(World):
         while (step := next((step for step in self.steps() if not step.is_fault), None)) is not None:
             step.take(self)
         self.script = script
+
+
+def _offer() -> ev.OfferMade:
+    return ev.OfferMade("P", Offer(number=OFFER, ticket=b"{}", tokens=(0, 1), timeout_s=GIVE_UP_S))
 
 
 def _is_idle(core: PrefillCore | DecodeCore) -> bool:

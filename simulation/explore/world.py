@@ -112,6 +112,8 @@ class World:
         openings: How many times each prefill rank has opened each room.
         wanted: Tokens that each transfer wants.
         promised: Deliveries for which a prefill rank has said that it writes nothing more.
+        passed: Offers that a prefill engine has seen, by decode rank and number, and how it decides.
+        answered: How offers have ended for the engine that made them, by decode rank and number.
         released: Transfers whose pages an operator has released from quarantine; no promise covers them.
     """
 
@@ -141,6 +143,8 @@ class World:
         self.wanted: dict[tuple[int, int], TokenRange] = {}
         self.promised: dict[tuple[int, ev.DeliveryId], None] = {}
         self.released: dict[tuple[int, int] | tuple[int, RoomId, int], None] = {}
+        self.passed: dict[tuple[PeerId, int], Failure | None] = {}
+        self.answered: dict[tuple[PeerId, int], Failure | None] = {}
 
     def _make_ranks(self) -> None:
         """Make the cores of all ranks, and the records of the prefill ranks."""
@@ -162,6 +166,7 @@ class World:
                 "explored",
                 staging=local,
                 endpoint=f"tcp://p:{number + 1}",
+                takes_offers=setup.offers,
             )
             for number, holds in enumerate(setup.holds or (True,) * setup.num_prefill)
         )
@@ -401,6 +406,10 @@ class World:
                     self.script.append(("P", number, self._chunk(room, resume_at)))
             case ef.ReportGranted() | ef.DisconnectTransport() | ef.AdmitChunk() | ef.CountAnomaly() | ef.LogEvent():
                 pass  # no chunk waits for capacity here, and logs are not read
+            case ef.PassOffer(peer, offer):
+                self._decide(number, peer, offer.number)
+            case ef.WithdrawOffer():
+                pass  # the engine may decide all the same
             case ef.AwaitData():
                 raise PromiseBroken("data is ready at once in these worlds", effect=type(effect).__name__)
             case _:
@@ -433,12 +442,32 @@ class World:
                 before = self.received.get((number, effect.generation), BEGUN)
                 self._check_change(before, (effect.outcome, effect.memory), event)
                 self._check_received(number, effect)
+            case ef.ReportOffer(offer, failure):
+                self._answer(self.decode[number].me, offer, failure)
             case ef.WatchNotices() | ef.CountAnomaly() | ef.LogEvent():
                 pass
             case ef.WaitForFence() | ef.WaitForLanding() | ef.NoteEnds() | ef.VerifyDigests():
                 raise PromiseBroken("explored worlds have no digests and no fences", effect=type(effect).__name__)
             case _:
                 assert_never(effect)
+
+    def _decide(self, number: int, peer: PeerId, offer: int) -> None:
+        """Let an engine that has seen an offer decide about it later."""
+        if (peer, offer) in self.passed:
+            raise PromiseBroken("an offer is passed to the engine twice", offer=offer)
+        failure = None if self.setup.accepts else _failure(f"P/{number}")
+        self.passed[peer, offer] = failure
+        self._add_task("P", number, ev.OfferDecided(peer, offer, failure))
+
+    def _answer(self, peer: PeerId, offer: int, failure: Failure | None) -> None:
+        """Check what an engine is told of its offer."""
+        if (peer, offer) in self.answered:
+            raise PromiseBroken("an offer ends twice", offer=offer)
+        if failure is None and self.passed.get((peer, offer), failure) is not None:
+            raise PromiseBroken("an offer is accepted that was not", offer=offer)
+        if failure is None and (peer, offer) not in self.passed:
+            raise PromiseBroken("an offer is accepted by nobody", offer=offer)
+        self.answered[peer, offer] = failure
 
     # Writes ----------------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,40 @@ def test_tiny_model_over_mooncake_between_two_processes() -> None:
     check(out, identical=True, backend="mooncake", bytes=TINY_PROMPT_TOKENS * TINY_BYTES_PER_TOKEN)
 
 
+@pytest.mark.parametrize("decode_tp", [1, 3])
+def test_a_request_moves_to_another_server_while_it_is_answered(
+    decode_tp: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["demo", "--migrate", "--model", "tiny", "--backend", "memory", "--json"]
+    assert main([*options, "--decode-tp", str(decode_tp), "--prompt", "x" * TINY_PROMPT_TOKENS]) == 0
+    result = check(capsys.readouterr().out, identical=True, tokens=48)
+    migration = result["migration"]
+    num_moved = TINY_PROMPT_TOKENS + migration["tokens_before"] - 1
+    assert migration["tokens_before"] == 12 + 8
+    assert migration["bytes"] == num_moved * TINY_BYTES_PER_TOKEN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_smollm2_goes_on_in_another_process_in_the_middle_of_a_sentence(backend: str) -> None:
+    code, out, err = run_demo("--migrate", "--backend", backend, "--json")
+    assert (code, err) == (0, "")
+    result = check(out, identical=True, backend=backend, model="smollm2")
+    assert "Mercury, Venus, Earth, Mars" in result["text"]
+    assert result["migration"]["tokens_before"] < result["tokens"]
+
+
+def test_a_text_that_ends_early_does_not_move(capsys: pytest.CaptureFixture[str]) -> None:
+    def ends_early(model: LanguageModel, tokens: list[int]) -> bool:
+        return len(tokens) >= 15
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "ends_with", ends_early)
+        assert main(["demo", "--migrate", "--model", "tiny", "--backend", "memory"]) == 0
+    assert "none: the text was complete before" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_smollm2_over_nixl_between_two_processes() -> None:

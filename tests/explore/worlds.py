@@ -18,5 +18,8 @@ WORLDS: Final = MappingProxyType(
         "two writes that are quiesced": Setup(max_faults=0, num_writes=2, posts_per_peer=1, quiesces=True),
         "one fault with an announcement": Setup(max_faults=1, announces=True),
         "one fault with the handshake": Setup(max_faults=1, is_connected=False),
+        "two faults with an offer": Setup(max_faults=2, rooms=(), offers=True),
+        "two faults with an offer that is declined": Setup(max_faults=2, rooms=(), offers=True, accepts=False),
+        "one fault with an offer and the handshake": Setup(max_faults=1, rooms=(), offers=True, is_connected=False),
     }
 )

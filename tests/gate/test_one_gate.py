@@ -40,6 +40,7 @@ ELSEWHERE: Final = {
 TAKERS: Final = {
     "backends/mooncake/agent.py Budget": "engines of one transport",
     "backends/mooncake/contacts.py FairShares": "threads of one transport",
+    "state/prefill/offers.py FairShares": "what the core remembers of offers",
     "state/prefill/peers.py FairShares": "what the core remembers of peers: only it knows what can be given up",
     "state/prefill/waiting.py FairShares": "what the core remembers of rooms",
 }

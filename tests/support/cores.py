@@ -111,7 +111,15 @@ def peer_of(connection: bytes) -> PeerId:
     return peer(instance, int(engine_rank), int(incarnation))
 
 
-REQUESTS = (ev.SendOpened, ev.ChunkOffered, ev.QuiesceAsked, ev.QuarantineReleased, ev.ReceiveOpened, ev.ReceiveGranted)
+REQUESTS = (
+    ev.SendOpened,
+    ev.ChunkOffered,
+    ev.QuiesceAsked,
+    ev.QuarantineReleased,
+    ev.ReceiveOpened,
+    ev.ReceiveGranted,
+    ev.OfferMade,
+)
 """Events that a core may refuse."""
 
 
@@ -139,6 +147,7 @@ class PrefillDriver:
         max_descriptor_bytes: Limit of its transport.
         continues: Send `TurnContinued` as soon as the core asks for it; otherwise the test does.
         domain: Where its bytes in flight can be seen.
+        takes_offers: Whether its engine takes offers.
     """
 
     def __init__(
@@ -153,6 +162,7 @@ class PrefillDriver:
         max_descriptor_bytes: int | None = None,
         continues: bool = True,
         domain: bytes = b"",
+        takes_offers: bool = False,
     ) -> None:
         self.me = me
         self.side = side or layout()
@@ -166,6 +176,7 @@ class PrefillDriver:
             max_descriptor_bytes=max_descriptor_bytes,
             staging=staging,
             endpoint=endpoint_of(me),
+            takes_offers=takes_offers,
         )
         self.core = PrefillCore(me, settings)
         self.now = 100.0

@@ -97,6 +97,8 @@ MESSAGES: Final[dict[str, wm.Message]] = {
     "pages_query": wm.PagesQuery(room=7, generation=8, start=1, stop=3),
     "announce": wm.Announce(room=7, generation=3, num_decode_ranks=2, timeout_s=600.0, capability="signed"),
     "decline": wm.Decline(room=7, generation=3, failure=FAILURE, capability="signed", peer=DECODE, to=PREFILL),
+    "offer": wm.Offer(number=5, ticket=b'{"room": "7"}', tokens=(0, 8), timeout_s=30.0, metadata=b"digest"),
+    "offer_answered": wm.OfferAnswered(number=5, failure=FAILURE),
     "notice": wm.Notice(
         room=7,
         generation=8,

@@ -176,6 +176,8 @@ MESSAGES: Final[dict[type[wm.Message], st.SearchStrategy[wm.Message]]] = {
         **transfer_ids,
     ),
     wm.Decline: st.builds(wm.Decline, failure=failures, **transfer_ids),
+    wm.Offer: st.builds(wm.Offer, number=ids, ticket=blobs, tokens=token_ranges, timeout_s=seconds, metadata=blobs),
+    wm.OfferAnswered: st.builds(wm.OfferAnswered, number=ids, failure=st.none() | failures),
     wm.Notice: st.builds(
         wm.Notice,
         token=ids,

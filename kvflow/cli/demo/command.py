@@ -16,6 +16,9 @@ from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "prepare"]
 
+MIGRATED_TOKENS = 24
+"""Fewest tokens of a text that moves to another server in the middle."""
+
 NEEDED = ("torch", "transformers", "gguf", "accelerate")
 
 
@@ -36,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of the shuffled page tables")
     log = "format of kvflow's log"
     parser.add_argument("--log", default=default.log, choices=["none", "console", "json"], help=log)
+    moving = "move the request to a second decode server while it is answered"
+    parser.add_argument("--migrate", action="store_true", help=moving)
     parser.add_argument("--stages", action="store_true", help="also print how long each stage of kvflow took")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--prepare", action="store_true", dest="prepare_model", help="unpack the model and exit")
@@ -76,6 +81,8 @@ def _options(arguments: argparse.Namespace) -> DemoOptions:
     elif not Path(arguments.model, "config.json").is_file():
         raise ConfigError("no such model; pass smollm2, tiny, or a directory with config.json", model=arguments.model)
     check_backend(arguments.backend)
+    if arguments.migrate and arguments.tokens < MIGRATED_TOKENS:
+        raise ConfigError("a request needs more tokens to move", option="--tokens", minimum=MIGRATED_TOKENS)
     if arguments.model == "smollm2":
         prepare_smollm2()  # once, and not on both sides
     return msgspec.convert(vars(arguments), DemoOptions)

@@ -75,6 +75,10 @@ class LanguageModel:
         output = self._network(torch.tensor([ids]), use_cache=True, logits_to_keep=1, **{CACHE: cache})
         return int(output.logits[0, -1].argmax())
 
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last token ends the text."""
+        return tokens[-1] == self._end_id
+
     def generate(self, first: int, cache: DynamicCache, num_tokens: int) -> Iterator[int]:
         """Yield `first`, which follows the cache, and the most likely tokens after it, at most `num_tokens` in all."""
         token = first

@@ -6,7 +6,8 @@ import msgspec
 
 __all__ = ["KV_HEADS", "MODELS", "DemoOptions", "SideName"]
 
-SideName = Literal["prefill", "decode"]
+SideName = Literal["prefill", "decode", "second"]
+"""`second` is another decode server, to which the request moves."""
 
 DEFAULT_PROMPT: Final = """\
 The seasons are spring, summer, autumn and winter.
@@ -40,4 +41,5 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     log: Literal["none", "console", "json"] = "none"
     json: bool = False
     stages: bool = False
+    migrate: bool = False
     registry: str = ""

@@ -58,13 +58,15 @@ class RankPool:
 
 def make_pools(model: LanguageModel, options: DemoOptions, side: SideName, num_tokens: int) -> list[RankPool]:
     """Create the pools of all ranks of a side; raise LayoutError if heads cannot be split among that many ranks."""
-    num_ranks, seed = options.prefill_tp, options.seed
+    num_ranks, seed, page_size = options.prefill_tp, options.seed, options.page_size
     if side == "decode":
         num_ranks, seed = options.decode_tp, seed + num_ranks
+    elif side == "second":
+        seed, page_size = seed + num_ranks + options.decode_tp, 2 * page_size
     pools = []
     for rank in range(num_ranks):
         heads = head_range(model.config.num_key_value_heads, num_ranks, rank)
-        pools.append(RankPool(model, heads, page_size=options.page_size, num_tokens=num_tokens, seed=seed + rank))
+        pools.append(RankPool(model, heads, page_size=page_size, num_tokens=num_tokens, seed=seed + rank))
     return pools
 
 

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 import kvflow
 from kvflow import blocking
+from kvflow.cli.demo.migration import move_request, take_request_over
 from kvflow.cli.demo.models import load_model
 from kvflow.cli.demo.options import DemoOptions, SideName
 from kvflow.cli.demo.pools import RankPool, make_pools, rebuild_cache
@@ -36,7 +38,10 @@ def run_side(side: SideName, pipe: Any, options: DemoOptions) -> None:
     if options.log != "none":
         kvflow.configure_logging(options.log)
     try:
-        (_run_prefill if side == "prefill" else _run_decode)(options, report, receive)
+        if side == "second":
+            _run_second(options, report, pipe.poll)
+        else:
+            (_run_prefill if side == "prefill" else _run_decode)(options, report, receive)
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the router has ended
         return
     except kvflow.KvflowError as error:
@@ -85,7 +90,7 @@ def _run_decode(options: DemoOptions, report: Tell, receive: Receive) -> None:
     """Receive one request, and answer it."""
     model = load_model(options.model)
     num_tokens = len(model.encode(options.prompt))
-    pools = make_pools(model, options, "decode", num_tokens)
+    pools = make_pools(model, options, "decode", num_tokens + (options.tokens if options.migrate else 0))
     with ExitStack() as stack:
         ranks = _open_ranks(stack, blocking.DecodeRank, kvflow.DecodeConfig, "decode", options, pools)
         report("ready", news="ready")
@@ -101,15 +106,38 @@ def _run_decode(options: DemoOptions, report: Tell, receive: Receive) -> None:
         news = f"{num_bytes / 1e6:.1f} MB received in {sum(handover.num_notices for handover in handovers)} pieces"
         stages = _slowest_rank([rank.statistics() for rank in ranks])
         report("handover", news=news, at_s=at_s, num_bytes=num_bytes, stages=stages)
-    token, cache = int.from_bytes(handovers[0].metadata, "little"), rebuild_cache(model, pools, num_tokens)
+        token = int.from_bytes(handovers[0].metadata, "little")
+        if options.migrate:
+            receive()  # once the second server is there
+            senders = _open_ranks(stack, blocking.PrefillRank, kvflow.PrefillConfig, "decode", options, pools)
+            text = move_request(model, pools, (senders, ranks), token, num_tokens, options.tokens)
+            news = "done" if text.is_complete else f"{len(text.tokens)} tokens written; the request has moved"
+            report("moved", news=news, **text._asdict(), text=model.decode(text.tokens))
+            receive()  # the second server may still send messages
+            return
+    cache = rebuild_cache(model, pools, num_tokens)
     tokens = list(model.generate(token, cache, options.tokens))
     report("answer", news="done", tokens=tokens, text=model.decode(tokens))
+
+
+def _run_second(options: DemoOptions, report: Tell, is_over: Callable[[], bool]) -> None:
+    """Take the request over from the decode server, and complete its answer; nothing if it ends there."""
+    model = load_model(options.model)
+    pools = make_pools(model, options, "second", len(model.encode(options.prompt)) + options.tokens)
+    with ExitStack() as stack:
+        receivers = _open_ranks(stack, blocking.DecodeRank, kvflow.DecodeConfig, "second", options, pools)
+        config = partial(kvflow.PrefillConfig, takes_offers=True)
+        offered = _open_ranks(stack, blocking.PrefillRank, config, "second", options, pools)
+        report("ready", news="ready")
+        text = take_request_over(model, pools, (offered, receivers), options.tokens, is_over)
+        if text is not None:
+            report("answer", news="done", **text._asdict(), text=model.decode(text.tokens))
 
 
 def _open_ranks(
     stack: ExitStack,
     kind: Callable[..., AnyRank],
-    config: type[Any],
+    config: Callable[..., Any],
     side: SideName,
     options: DemoOptions,
     pools: Sequence[RankPool],

@@ -22,7 +22,8 @@ def run_demo(options: DemoOptions) -> Report:
         The output of `kvflow demo --json`. `identical`: the tokens equal those of the same model run in one process.
         `tokens`: how many decode generated. `compute_ms`: how long prefill computed, and meanwhile sent.
         `handover_ms`: from "last chunk ready on prefill" to "decode may run". `stages_ms`: for each stage, the longest
-        time that a rank spent in it; stages overlap with each other and with the computation.
+        time that a rank spent in it; stages overlap with each other and with the computation. `migration`: with
+        `options.migrate`, what the move has cost, or None if the text was complete before.
 
     Raises:
         SideFailed: A side failed.
@@ -33,7 +34,15 @@ def run_demo(options: DemoOptions) -> Report:
             ready, _ = sides.expect("prefill", "ready"), sides.expect("decode", "ready")
             sides.tell("prefill", room=ROOM)
             sides.tell("decode", room=ROOM)
-            handover, answer = sides.expect("decode", "handover"), sides.expect("decode", "answer")
+            handover, moved = sides.expect("decode", "handover"), {}
+            if options.migrate:
+                sides.expect("second", "ready")
+                sides.tell("decode")
+                moved = sides.expect("decode", "moved")
+            answer = moved if moved.get("is_complete") else sides.expect("second" if moved else "decode", "answer")
+            if moved:
+                sides.tell("decode")
+                sides.tell("second")
             sides.tell("prefill")
             sent, last_chunk = sides.expect("prefill", "stages")["seconds"], sides.expect("prefill", "last_chunk_ready")
             reference = sides.expect("prefill", "reference")
@@ -47,6 +56,19 @@ def run_demo(options: DemoOptions) -> Report:
         "handover_ms": round((handover["at_s"] - last_chunk["at_s"]) * 1e3, 3),
         "stages_ms": {stage: round(max(sent[stage], handover["stages"][stage]) * 1e3, 3) for stage in sent},
         "text": answer["text"],
+        **({"migration": _migration(moved, answer)} if moved else {}),
+    }
+
+
+def _migration(moved: Report, answer: Report) -> Report | None:
+    """Return what the move of a request has cost: the gap between its tokens, and the median gap before; or None."""
+    if moved["is_complete"]:
+        return None
+    return {
+        "tokens_before": len(moved["tokens"]),
+        "bytes": answer["num_bytes"],
+        "gap_ms": round((answer["at_s"] - moved["at_s"]) * 1e3, 3),
+        "usual_gap_ms": round(moved["gap_s"] * 1e3, 3),
     }
 
 
@@ -61,6 +83,12 @@ def print_result(result: Report, *, with_stages: bool = False) -> None:
         "cache": f"{moved.format(bytes_mb=result['bytes'] / 1e6, **result)}, while it was computed",
         "handover": f"decode started {handover_ms:.1f} ms after the last chunk: {share}",
     }
+    if (migration := result.get("migration", {})) is None:
+        rows["migration"] = "none: the text was complete before"
+    elif migration:
+        where = "after {tokens_before} tokens; {mb:.1f} MB moved from {decode_tp} to {prefill_tp} ranks of other pages"
+        rows["migration"] = where.format(mb=migration["bytes"] / 1e6, **(result | migration))
+        rows["gap"] = "{gap_ms:.1f} ms between two tokens there; {usual_gap_ms:.1f} ms otherwise".format(**migration)
     if with_stages:
         rows["stages"] = "time in each; slowest rank; they overlap"
         rows |= {f"  {stage}": f"{time_ms:8.2f} ms" for stage, time_ms in result["stages_ms"].items()}

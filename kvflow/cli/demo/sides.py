@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -38,8 +38,9 @@ class Sides:
         self._reports: dict[tuple[SideName, str], Report] = {}
 
     def tell(self, side: SideName, **order: Any) -> None:
-        """Send a side its next order."""
-        self._pipes[side].send_bytes(msgspec.json.encode(order))
+        """Send a side its next order; without effect if it has ended."""
+        with suppress(BrokenPipeError):
+            self._pipes[side].send_bytes(msgspec.json.encode(order))
 
     def expect(self, side: SideName, event: str) -> Report:
         """Wait for a report; raise SideFailed if a side cannot continue."""
@@ -66,10 +67,11 @@ class Sides:
 
 @contextmanager
 def open_sides(options: DemoOptions) -> Iterator[Sides]:
-    """Start both sides; on exit they have ended. An error ends processes at once, and threads at their next report."""
+    """Start all sides; on exit they have ended. An error ends processes at once, and threads at their next report."""
     open_side = _open_thread if options.backend == "memory" else _open_process
     with ExitStack() as stack:
-        yield Sides({side: stack.enter_context(open_side(side, options)) for side in ("prefill", "decode")}, options)
+        sides: tuple[SideName, ...] = ("prefill", "decode", "second") if options.migrate else ("prefill", "decode")
+        yield Sides({side: stack.enter_context(open_side(side, options)) for side in sides}, options)
 
 
 @contextmanager

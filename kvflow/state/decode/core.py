@@ -7,6 +7,8 @@ from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
 from kvflow.state.decode.deadlines import (
     DecodeTimer,
+    OfferOverdue,
+    OfferUnanswered,
     PeerForgotten,
     PingDue,
     ProbeDue,
@@ -33,6 +35,7 @@ from kvflow.wire.messages import (
     Failure,
     Goodbye,
     Notice,
+    OfferAnswered,
     PagesQuery,
     PeerId,
     Ping,
@@ -59,6 +62,7 @@ class DecodeCore:
         context = ReceiveContext(me, progress_s, peers.probe, self._decline, self._reconnect, peers.clocks)
         self.rooms = Rooms(context, settings, self.timers, self.quarantine)
         self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
+        self.offers = self.instances.offers
         self._leaving = DrainState()
         self._is_watching = False
 
@@ -70,6 +74,8 @@ class DecodeCore:
                 the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
+        if self.offers.are_unsent:
+            effects += self.offers.send_waiting(now)
         is_watching = len(self.rooms.generations) > len(self.rooms.announced)
         if is_watching is not self._is_watching:
             self._is_watching = is_watching
@@ -129,6 +135,8 @@ class DecodeCore:
                 return self.rooms.abort(event.room, event.failure, now)
             case ev.RoomDeclined():
                 return self.instances.decline_refused(event, now)
+            case ev.OfferMade() | ev.OfferWithdrawn():
+                return self.instances.follow_offer(event, now)
             case ev.InstanceFound():
                 return self.instances.found(event, now)
             case ev.RoutesCompiled():
@@ -165,7 +173,7 @@ class DecodeCore:
                 return []
             case ev.CloseStarted():
                 self._leaving.close(event.failure)
-                return self.rooms.close(event.failure, now)
+                return [*self.offers.fail_all(event.failure), *self.rooms.close(event.failure, now)]
             case ev.TransportClosed():
                 goodbye = Goodbye(peer=self.me)
                 return [effect for peer in self.peers.all_open for effect in self.peers.send(peer, goodbye)]
@@ -217,6 +225,8 @@ class DecodeCore:
                 return self.rooms.answer(peer, message)
             case Goodbye():
                 return self._said_goodbye(peer, message, now)
+            case OfferAnswered():
+                return self.offers.answered(peer, message)
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer)]
 
@@ -325,6 +335,7 @@ class DecodeCore:
             return []
         return [
             log_loss("peer_disconnected", peer, failure),
+            *self.offers.peer_lost(peer, failure),
             *self.rooms.peer_lost(peer, failure, now),
             *self.instances.lost(peer, now),
             *self._close_unless_awaited(peer, now),
@@ -344,6 +355,8 @@ class DecodeCore:
                 return self._fenced(peer, now)
             case PeerForgotten(peer):
                 return self._forget_if_unused(peer, now)
+            case OfferUnanswered() | OfferOverdue():
+                return self.offers.expired(key, now)
             case ReceiveDeadline() | ReceiveStalled() | ReceiveUnanswered() | ReceiveUndrained():
                 return self.rooms.expired(key, now)
             case _:
@@ -358,6 +371,7 @@ class DecodeCore:
         failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} was silent for {known.lease_s} s")
         return [
             log_loss("peer_lost", peer, failure),
+            *self.offers.peer_lost(peer, failure),
             *self.rooms.peer_lost(peer, failure, now),
             *self.instances.lost(peer, now),
         ]

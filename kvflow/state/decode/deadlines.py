@@ -11,6 +11,9 @@ __all__ = [
     "HandshakeDeadline",
     "HelloUnanswered",
     "InstanceTimer",
+    "OfferOverdue",
+    "OfferTimer",
+    "OfferUnanswered",
     "PeerForgotten",
     "PingDue",
     "ProbeDue",
@@ -46,6 +49,18 @@ class DeclineUnanswered(msgspec.Struct, frozen=True):
     """Timer: a rank of an instance has not answered a decline, which must be retransmitted."""
 
     instance: int
+
+
+class OfferUnanswered(msgspec.Struct, frozen=True):
+    """Timer: an offer is not answered, and must be sent again."""
+
+    number: int
+
+
+class OfferOverdue(msgspec.Struct, frozen=True):
+    """Timer: an offer was not answered in time."""
+
+    number: int
 
 
 class PingDue(msgspec.Struct, frozen=True):
@@ -102,5 +117,10 @@ ReceiveTimer = ReceiveDeadline | ReceiveStalled | ReceiveUnanswered | ReceiveUnd
 InstanceTimer = HelloUnanswered | RetryLookup | HandshakeDeadline | DeclineUnanswered
 """What the handshake with a prefill instance waits for."""
 
-DecodeTimer = ReceiveTimer | InstanceTimer | PingDue | PeerForgotten | ProbeDue | QueuePairsGone | LeaseCheck
+OfferTimer = OfferUnanswered | OfferOverdue
+"""What an offer waits for."""
+
+DecodeTimer = (
+    ReceiveTimer | InstanceTimer | OfferTimer | PingDue | PeerForgotten | ProbeDue | QueuePairsGone | LeaseCheck
+)
 """Whatever a decode rank waits for."""

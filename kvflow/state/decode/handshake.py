@@ -31,12 +31,21 @@ from kvflow.state.decode.declines import Declines
 from kvflow.state.decode.dialing import Dialing, HandshakeContext, Lookups
 from kvflow.state.decode.ended import Ended
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, is_complete
+from kvflow.state.decode.offers import OffersMade
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.decode.unconnected import Obstacles, UnconnectedRooms
 from kvflow.state.effects import CompileRoutes, DecodeEffect, LogEvent, LookUp
-from kvflow.state.events import InstanceAddress, InstanceFound, InstanceRef, RoomDeclined, RoutesCompiled
+from kvflow.state.events import (
+    InstanceAddress,
+    InstanceFound,
+    InstanceRef,
+    OfferMade,
+    OfferWithdrawn,
+    RoomDeclined,
+    RoutesCompiled,
+)
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.tables import InstanceSignal, InstanceState
 from kvflow.state.timers import Timers
@@ -70,6 +79,7 @@ class Instances:
         context = HandshakeContext(me, settings, self._instances, peers, rooms, timers)
         self._failure = context.failure
         self.obstacles = Obstacles(context)
+        self.offers = OffersMade(context, self.obstacles)
         self._waiting = UnconnectedRooms(context)
         self._dialing = Dialing(context)
         self._declines = Declines(context, self._dialing)
@@ -106,6 +116,14 @@ class Instances:
     def reconnect(self, ref: InstanceRef, now: float) -> list[DecodeEffect]:
         """Start connecting an instance, unless that has begun."""
         return self._find_or_connect(ref, now)[1]
+
+    def follow_offer(self, event: OfferMade | OfferWithdrawn, now: float) -> list[DecodeEffect]:
+        """Note an offer, and start connecting its instance; or forget it. Raises CapacityExceeded."""
+        if isinstance(event, OfferWithdrawn):
+            self.offers.withdraw(event.number)
+            return []
+        self.offers.make_offer(event, now)
+        return self.reconnect(event.to, now)
 
     def _find_or_connect(self, ref: InstanceRef, now: float) -> tuple[Instance | None, list[DecodeEffect]]:
         """Find an instance, or start connecting it; None if rooms wait for too many others."""

@@ -10,7 +10,16 @@ from kvflow.geometry.routes import RegionSlice, Route
 from kvflow.room import RoomId
 from kvflow.state.events.shared import CloseStarted, DrainStarted, QuarantineReleased, TimePassed, TransportClosed
 from kvflow.state.quarantine import NO_MEMORY, Footprint
-from kvflow.wire.messages import DEFAULT_MAX_PAGES, AnyMessage, Failure, Notice, PeerId, RankRecord, StagingWindow
+from kvflow.wire.messages import (
+    DEFAULT_MAX_PAGES,
+    AnyMessage,
+    Failure,
+    Notice,
+    Offer,
+    PeerId,
+    RankRecord,
+    StagingWindow,
+)
 
 __all__ = [
     "ConnectFailed",
@@ -28,6 +37,8 @@ __all__ = [
     "LookUpRefused",
     "MessageReceived",
     "NoticeDelivered",
+    "OfferMade",
+    "OfferWithdrawn",
     "PeerFenced",
     "ProbeFinished",
     "RankRoute",
@@ -121,6 +132,19 @@ class RoomDeclined(msgspec.Struct, frozen=True):
     failure: Failure
     issuer: PeerId | None = None
     capability: str = ""
+
+
+class OfferMade(msgspec.Struct, frozen=True):
+    """The engine offers a room to an instance."""
+
+    to: InstanceRef
+    offer: Offer
+
+
+class OfferWithdrawn(msgspec.Struct, frozen=True):
+    """The engine does not wait for the answer to an offer any more."""
+
+    number: int
 
 
 class InstanceFound(msgspec.Struct, frozen=True):
@@ -269,6 +293,8 @@ DecodeEvent = (
     | ReceiveGranted
     | ReceiveAborted
     | RoomDeclined
+    | OfferMade
+    | OfferWithdrawn
     | InstanceFound
     | RoutesCompiled
     | ConnectFailed

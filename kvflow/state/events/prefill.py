@@ -26,6 +26,7 @@ __all__ = [
     "LayersReady",
     "LeaseStarted",
     "MessageArrived",
+    "OfferDecided",
     "PeerRevoked",
     "PeerRoute",
     "PieceWentDirect",
@@ -284,6 +285,14 @@ class PostInDoubt(msgspec.Struct, frozen=True):
     failure: Failure
 
 
+class OfferDecided(msgspec.Struct, frozen=True):
+    """The engine has accepted the offer of a decode rank, or declines it with a failure."""
+
+    peer: PeerId
+    number: int
+    failure: Failure | None
+
+
 class TurnContinued(msgspec.Struct, frozen=True):
     """The event loop has run other tasks, see `YieldTurn`."""
 
@@ -298,6 +307,7 @@ PrefillEvent = (
     | LeaseStarted
     | ReclaimAsked
     | SendAborted
+    | OfferDecided
     | MessageArrived
     | PeerRevoked
     | ReplyLost

@@ -9,10 +9,18 @@ from kvflow.state.counts import CoreCounts
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import CountAnomaly, DisconnectTransport, PrefillEffect, Reply
 from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
-from kvflow.state.prefill.deadlines import DeclineForgotten, PostStalled, PrefillTimer, RoomUnopened, SlotUnreturned
+from kvflow.state.prefill.deadlines import (
+    DeclineForgotten,
+    OfferExpired,
+    PostStalled,
+    PrefillTimer,
+    RoomUnopened,
+    SlotUnreturned,
+)
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.handshakes import Handshakes
 from kvflow.state.prefill.line import CapacityLine
+from kvflow.state.prefill.offers import OffersReceived
 from kvflow.state.prefill.peers import DecodePeer, DecodePeers, Kept
 from kvflow.state.prefill.posting import Posting
 from kvflow.state.prefill.queue import PieceQueue
@@ -34,6 +42,7 @@ from kvflow.wire.messages import (
     Goodbye,
     Grant,
     Hello,
+    Offer,
     PeerId,
     Ping,
     Pong,
@@ -52,13 +61,14 @@ class PrefillCore:
         self.timers: Timers[PrefillTimer] = Timers()
         self.quarantine = Quarantine(settings.limits.quarantined_bytes)
         self.peers = DecodePeers(self.timers, settings.limits.peers)
-        self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
+        self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, lambda peer: self.queue.look_again(peer))  # noqa: PLW0108 - made next
         self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
         self.queue = PieceQueue(settings.limits, self.local_slots, self.slots)
         context, failed = SendContext(me, settings, self.peers, self.queue, self.slots), FailedRooms()
         self.rooms = Rooms(context, failed, self.timers, self.quarantine)
         self.line = CapacityLine(self.queue.full, self.rooms.peers_of)
         self.requests = Requests(context, self.rooms, failed, self.timers)
+        self.offers = OffersReceived(me, self.peers, self.timers, are_taken=settings.takes_offers)
         self._settings = settings
         self._leaving = DrainState()
         self.handshakes = Handshakes(me, settings, self.peers, self.slots, self._leaving, self._left)
@@ -119,10 +129,13 @@ class PrefillCore:
                 return self._message_arrived(event, now)
             case ev.PeerRevoked():
                 return self._revoked(event.peer, now)
-            case ev.ChunkOffered():
-                return self.rooms.offer(event.room, event.chunk, event.footprint, now)
-            case ev.ChunkWaits() | ev.WaitEnded():
-                return self._chunk_waits(event)
+            case ev.ChunkOffered() | ev.QuiesceAsked() | ev.LeaseStarted() | ev.ReclaimAsked() | ev.SendAborted():
+                return self.rooms.follow_engine(event, now)
+            case ev.ChunkWaits():
+                self.line.add_call(event.call, event.room)
+                return []
+            case ev.WaitEnded():
+                return [*self.line.remove_call(event.call)]
             case ev.PostEnded():
                 return self._post_ended(event, now)
             case ev.SendOpened():
@@ -146,14 +159,8 @@ class PrefillCore:
             case ev.PostInDoubt():
                 effects = self.posting.post_in_doubt(event, now)
                 return [*effects, *self._write_failed(event.delivery.peer, event.failure, now)]
-            case ev.QuiesceAsked():
-                return self.rooms.quiesce(event.room, now)
-            case ev.LeaseStarted():
-                return self.rooms.start_lease(event.room, now)
-            case ev.ReclaimAsked():
-                return self.rooms.reclaim(event.room, event.failure, now, with_announced=event.with_announced)
-            case ev.SendAborted():
-                return self.rooms.abort(event.room, event.failure, now)
+            case ev.OfferDecided():
+                return self.offers.answer((event.peer, event.number), event.failure)
             case ev.HelloChecked():
                 return self._hello_checked(event, now)
             case ev.ReplyLost():
@@ -162,21 +169,15 @@ class PrefillCore:
                 return self.rooms.release(event.key, now)
             case ev.DrainStarted():
                 self._leaving.drain(event.failure)
-                return self.requests.refuse_waiting(event.failure)
+                return [*self.offers.decline_all(event.failure), *self.requests.refuse_waiting(event.failure)]
             case ev.CloseStarted():
                 self._leaving.close(event.failure)
-                return [*self.requests.refuse_waiting(event.failure), *self.rooms.close(event.failure, now)]
+                refused = [*self.offers.decline_all(event.failure), *self.requests.refuse_waiting(event.failure)]
+                return [*refused, *self.rooms.close(event.failure, now)]
             case ev.TransportClosed():
                 return self._goodbyes()
             case _:
                 assert_never(event)
-
-    def _chunk_waits(self, event: ev.ChunkWaits | ev.WaitEnded) -> list[PrefillEffect]:
-        """Queue a call that waits for capacity, or admit the next one."""
-        if isinstance(event, ev.WaitEnded):
-            return [*self.line.remove_call(event.call)]
-        self.line.add_call(event.call, event.room)
-        return []
 
     def _goodbyes(self) -> list[PrefillEffect]:
         """Tell every decode rank that the transport is closed, and whether all of its writes have ended."""
@@ -184,9 +185,6 @@ class PrefillCore:
             Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
             for connection, peer in self.peers.connections().items()
         ]
-
-    def _look_again(self, peer: PeerId) -> None:
-        self.queue.look_again(peer)
 
     # Handshake -------------------------------------------------------------------------------------------------------
 
@@ -276,6 +274,8 @@ class PrefillCore:
                 effects = self.rooms.acknowledged(peer, message, now)
                 self.slots.closed(ev.DeliveryId(message.room, peer.id, message.generation))
                 return effects
+            case Offer():
+                return self.offers.receive(peer.id, message, now, leaving=self._leaving.failure, denied=denied)
             case SlotReleased():
                 self.slots.released(peer.id, message)
                 return []
@@ -368,11 +368,10 @@ class PrefillCore:
             return []
         effects = self.requests.peer_lost(peer, failure, now)
         self.rooms.peer_disconnected(peer)
+        effects += self.offers.peer_left(peer, failure)
         self.peers.remove(peer, failure)
         self.slots.disconnected(peer)
         return [*effects, DisconnectTransport(peer), log_loss("peer_disconnected", peer, failure)]
-
-    # Timers ----------------------------------------------------------------------------------------------------------
 
     def _expired(self, key: PrefillTimer, now: float, late_s: float) -> list[PrefillEffect]:
         match key:
@@ -387,6 +386,8 @@ class PrefillCore:
                 return self._post_stalled(key, now)
             case SlotUnreturned():
                 return self.slots.expired(key, now)
+            case OfferExpired():
+                return self.offers.expired(key)
             case RoomUnopened() | DeclineForgotten():
                 return self.requests.expired(key)
             case _:

@@ -12,6 +12,7 @@ __all__ = [
     "DeliveryDeadline",
     "DeliveryUnanswered",
     "GrantOverdue",
+    "OfferExpired",
     "PostStalled",
     "PrefillTimer",
     "RoomDeadline",
@@ -82,6 +83,13 @@ class RoomUndrained(msgspec.Struct, frozen=True):
     room: RoomId
 
 
+class OfferExpired(msgspec.Struct, frozen=True):
+    """Timer: the sender of an offer has given up."""
+
+    peer: PeerId
+    number: int
+
+
 class SlotUnreturned(msgspec.Struct, frozen=True):
     """Timer: the decode rank has not returned a slot in time."""
 
@@ -95,5 +103,5 @@ RoomDeadline = (
 """What an open room or one of its deliveries waits for."""
 
 
-PrefillTimer = RoomDeadline | RoomUnopened | DeclineForgotten | SlotUnreturned | LeaseCheck
+PrefillTimer = RoomDeadline | RoomUnopened | DeclineForgotten | SlotUnreturned | OfferExpired | LeaseCheck
 """Whatever a prefill rank waits for."""

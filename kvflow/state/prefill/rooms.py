@@ -6,7 +6,15 @@ from kvflow.errors import CapacityExceeded, FailureReason, LocalProtocolError, P
 from kvflow.room import RoomId
 from kvflow.state.by_peer import ByPeer
 from kvflow.state.effects import CountAnomaly, PrefillEffect
-from kvflow.state.events import Chunk, DeliveryId
+from kvflow.state.events import (
+    Chunk,
+    ChunkOffered,
+    DeliveryId,
+    LeaseStarted,
+    QuiesceAsked,
+    ReclaimAsked,
+    SendAborted,
+)
 from kvflow.state.prefill.deadlines import (
     DeliveryDeadline,
     DeliveryUnanswered,
@@ -84,6 +92,22 @@ class Rooms:
         """Return the decode ranks that have granted a room."""
         known = self.rooms.get(room)
         return [] if known is None else [delivery.id.peer for delivery in known.deliveries.values()]
+
+    def follow_engine(
+        self, event: ChunkOffered | QuiesceAsked | LeaseStarted | ReclaimAsked | SendAborted, now: float
+    ) -> list[PrefillEffect]:
+        """Do what the engine asks for a room; raises as `offer`."""
+        match event:
+            case ChunkOffered():
+                return self.offer(event.room, event.chunk, event.footprint, now)
+            case QuiesceAsked():
+                return self.quiesce(event.room, now)
+            case LeaseStarted():
+                return self.start_lease(event.room, now)
+            case ReclaimAsked():
+                return self.reclaim(event.room, event.failure, now, with_announced=event.with_announced)
+            case SendAborted():
+                return self.abort(event.room, event.failure, now)
 
     def offer(self, room: RoomId, chunk: Chunk, footprint: Footprint, now: float) -> list[PrefillEffect]:
         """Take a chunk from the engine.

@@ -11,15 +11,16 @@ Version history:
        capability. Every text, number and collection has a bound; a lease is at most ten minutes. Page tables are
        packed (`kvflow.geometry.packed_pages`); long ones are asked for with PagesQuery and come as GrantedPages.
        Welcome tells the limits of prefill. A Ping may ask for the ends of data connections. Notice has `stamps`, Ping
-       and Pong have readings of clocks.
+       and Pong have readings of clocks. Offer and OfferAnswered are new.
 
 Rules for changes: the tag is the first field; a new field has a default; a field never changes its meaning; a message
 that an old peer cannot ignore needs a new version.
 """
 
-from kvflow.wire.messages import handshake, notices, records, rooms, values
+from kvflow.wire.messages import handshake, notices, offers, records, rooms, values
 from kvflow.wire.messages.handshake import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.notices import *  # noqa: F403 - what each lists
+from kvflow.wire.messages.offers import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.records import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.rooms import *  # noqa: F403 - what each lists
 from kvflow.wire.messages.values import *  # noqa: F403 - what each lists
@@ -27,6 +28,7 @@ from kvflow.wire.messages.values import *  # noqa: F403 - what each lists
 __all__: list[str] = ["AnyMessage"]
 __all__ += handshake.__all__
 __all__ += notices.__all__
+__all__ += offers.__all__
 __all__ += records.__all__
 __all__ += rooms.__all__
 __all__ += values.__all__
@@ -46,6 +48,8 @@ AnyMessage = (
     | rooms.GrantedPages
     | rooms.PagesQuery
     | rooms.Decline
+    | offers.Offer
+    | offers.OfferAnswered
     | notices.Notice
     | notices.SlotReleased
     | notices.SlotQuery
