@@ -128,7 +128,9 @@ class Server:
         patience_s: float = 0.001,
         device: FakeDevice | None = None,
         first_tokens: FirstTokens | None = None,
+        num_workers: int = 1,
     ) -> None:
+        has_both = options.keep_turns_s > 0
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, CONTENT)
         tensors: Any = np.zeros(shape, np.uint8)
         self.cells = tensors
@@ -137,7 +139,7 @@ class Server:
             self.cells, tensors = memory.array.reshape(shape), device_tensor(memory, shape)
         self.groups = describe_groups(groups or [group()])
         caches = describe(list(tensors), *groups)
-        place = Place("server", 0, 1, is_prefill, not is_prefill, str)
+        place = Place("server", 0, 1, is_prefill or has_both, not is_prefill or has_both, str)
         self.caches = caches
         self.ranks = open_ranks(options, place, caches.layout)
         self.ended: list[BlockingSender | BlockingReceiver] = []
@@ -152,9 +154,11 @@ class Server:
         self.recomputed: list[tuple[str, int]] = []
         self.scheduler = ConnectorScheduler(
             self.groups,
-            is_prefill=is_prefill,
-            is_decode=not is_prefill,
+            is_prefill=is_prefill or has_both,
+            is_decode=not is_prefill or has_both,
             first_tokens=first_tokens,
+            keep_turns_s=options.keep_turns_s,
+            num_workers=num_workers,
             on_recomputed=lambda *it: self.recomputed.append(it),
         )
         self.first_tokens = first_tokens
@@ -1238,7 +1242,7 @@ def test_servers_hand_over_again_after_they_slept(pair: tuple[Server, Server]) -
             server.until(server.is_idle)
             server.told, server.awaited = Results(), set()
         if sleeper is not None:
-            sleeper.scheduler.forget_ticket()
+            sleeper.scheduler.reset()
             assert not sleeper.scheduler.awaits_report  # vLLM would step while it sleeps
             for step in (sleeper.worker.suspend, sleeper.step, sleeper.worker.resume):
                 step()

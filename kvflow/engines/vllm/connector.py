@@ -97,6 +97,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 num_left_out=_num_left_out(vllm_config),
                 trust=self._options.load_trust(),
                 first_tokens=self._first_tokens,
+                keep_turns_s=_keep_turns_s(vllm_config, self._options),
+                num_workers=vllm_config.parallel_config.world_size,
                 on_recomputed=self._stats.note_recomputed,
             )
 
@@ -185,8 +187,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @override
     def reset_cache(self) -> bool:
-        """Forget the ticket: vLLM calls this before it goes to sleep, and workers open new ranks when it wakes up."""
-        self._scheduler.forget_ticket()
+        """Forget tickets: vLLM calls this before it goes to sleep, and workers open new ranks when it wakes up."""
+        self._scheduler.reset()
         return True
 
     @override
@@ -321,16 +323,20 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _refuse_unserved(config: Any, options: Options) -> None:
     """Raise ConfigError, before anything is opened, for an unsupported configuration; it names what is unsupported."""
-    parallel = config.parallel_config
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
     # vLLM sets the size to 1 in the engines of dense models, which are independent; their index remains.
     is_data_parallel = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
     unserved = {
         "mooncake_port with data parallelism": is_data_parallel and options.mooncake_port is not None,
+        # With another policy, a turn that is gone would fail the next one.
+        "keep_turns_s without the role kv_both and the kv_load_failure_policy recompute": (
+            options.keep_turns_s > 0 and (transfer.kv_role, transfer.kv_load_failure_policy) != ("kv_both", "recompute")
+        ),
         "sleep mode before 0.33": bool(getattr(config.model_config, "enable_sleep_mode", False))
-        and not KvflowConnector.supports_sleep_mode(config.kv_transfer_config),
+        and not KvflowConnector.supports_sleep_mode(transfer),
         # vLLM's NixlConnector refuses it as well: only prefill servers are meant to have it.
         "prefill context parallelism of a server that decodes": (
-            parallel.prefill_context_parallel_size > 1 and config.kv_transfer_config.is_kv_consumer
+            parallel.prefill_context_parallel_size > 1 and transfer.is_kv_consumer
         ),
     }
     found = [name for name, is_used in unserved.items() if is_used]
@@ -385,6 +391,15 @@ def _first_tokens(config: Any) -> FirstTokens | None:
     model = config.model_config
     settings = (model.logprobs_mode, model.logits_processors, config.structured_outputs_config)
     return FirstTokens(repr(settings), model.get_vocab_size())
+
+
+def _keep_turns_s(config: Any, options: Options) -> float:
+    """Return how long turns are kept: not at all with a draft model, which has not computed the last tokens."""
+    speculation = config.speculative_config
+    if options.keep_turns_s and speculation is not None and speculation.uses_draft_kv_cache():
+        LOGGER.warning("kvflow: turns are not kept: the cache of the draft model is behind")
+        return 0.0
+    return options.keep_turns_s
 
 
 def _number_layers(config: Any, names: Iterable[str]) -> dict[str, int]:

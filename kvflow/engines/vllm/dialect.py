@@ -5,12 +5,15 @@ the router passes the `kv_transfer_params` of prefill's reply to decode unread. 
 identifies where the request was computed, and by which process. In that of the MooncakeConnector, the router gives
 decode a `transfer_id` of its own, and the id of prefill's engine, for which it asked when it started
 (`kvflow.engines.vllm.bootstrap`).
+
+The NixlConnector's dialect also goes the other way: decode answers with a ticket for what it has computed, and the
+router passes that answer to prefill with the next turn of the conversation.
 """
 
 import hashlib
 import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
@@ -18,15 +21,19 @@ from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
 __all__ = [
     "DIGEST_LENGTH",
     "NOTHING_KEPT",
+    "OF_TURN",
     "WITHDRAWN",
     "Reference",
     "add_trace_context",
     "digest_of",
     "has_ticket",
     "is_for_decode",
+    "is_for_turns",
+    "is_one_of_several",
     "own_part",
     "reply",
     "room_of",
+    "take_prefix",
     "take_reference",
     "withdrawn_room",
 ]
@@ -38,6 +45,7 @@ TICKET: Final = "kvflow_ticket"
 PROMPT: Final = "kvflow_prompt"
 TRANSFER: Final = "transfer_id"
 ENGINE: Final = "remote_engine_id"
+NUM_TOKENS: Final = "remote_num_tokens"
 WITHDRAWN: Final = "kvflow_withdrawn"
 """Key of a request to prefill which says that nobody will ask for the room of this `transfer_id`."""
 
@@ -47,6 +55,9 @@ not empty, they ask our port in their own protocol, hear nothing, and fail the r
 
 NOTHING_KEPT: Final = {"do_remote_prefill": False, "do_remote_decode": False}
 """Parameters of a reply after which decode computes the request itself."""
+
+OF_TURN: Final = {"do_remote_prefill": False, "do_remote_decode": True, "remote_block_ids": ()}
+"""What a router passes to prefill with the next turn; with an empty list, vLLM's NixlConnector computes all of it."""
 
 DIGEST_LENGTH: Final = 32
 """Length of `digest_of` a prompt."""
@@ -66,12 +77,14 @@ class Reference(NamedTuple):
         room: Its room; None if the ticket contains it.
         prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not transmit it.
         priority: kvflow's priority class of the request.
+        num_tokens: How many tokens it covers; None for all of a prompt.
     """
 
     prefill: Mapping[str, object] | Endpoint
     room: str | None
     prompt: str | None
     priority: int = 0
+    num_tokens: int | None = None
 
     @property
     def key(self) -> str:
@@ -79,15 +92,19 @@ class Reference(NamedTuple):
         return repr((self.prefill, self.room))
 
 
-def digest_of(request: Any) -> str:
-    """Return a digest of what a request's cache is computed from, so that decode takes over no other cache.
+def digest_of(request: Any, tokens: Sequence[int] | None = None) -> str:
+    """Return a digest of what a request's cache is computed from, so that nobody takes over another cache.
 
-    That is its tokens, and whatever else makes vLLM distinguish equal tokens.
+    That is its tokens, by default those of the prompt, and whatever else makes vLLM distinguish equal tokens.
     """
     lora = getattr(request, "lora_request", None)
     features = getattr(request, "mm_features", None) or ()
+    if tokens is None:
+        tokens = request.prompt_token_ids
+    else:
+        features = [one for one in features if one.mm_position.offset < len(tokens)]
     rest = [lora.lora_name if lora is not None else "", *(str(one.identifier) for one in features)]
-    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=DIGEST_LENGTH // 2)
+    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=DIGEST_LENGTH // 2)
     digest.update("\0".join(rest).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -95,6 +112,11 @@ def digest_of(request: Any) -> str:
 def is_for_decode(params: Mapping[str, Any] | None) -> bool:
     """Return whether prefill must keep a request for another server."""
     return bool(params and params.get("do_remote_decode"))
+
+
+def is_for_turns(params: Mapping[str, Any] | None) -> bool:
+    """Return whether a router may pass on what decode answers to a request."""
+    return bool(params) and not is_for_decode(params) and withdrawn_room(params) is None
 
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
@@ -105,6 +127,11 @@ def room_of(params: Mapping[str, Any], request_id: str) -> str:
 def has_ticket(request_id: str) -> bool:
     """Return whether vLLM passes the ticket of a request to the router."""
     return LATER_PROMPT.fullmatch(_prompt_id(request_id)) is None
+
+
+def is_one_of_several(request_id: str) -> bool:
+    """Return whether a request is one of `n` answers to a prompt."""
+    return CHILD.fullmatch(request_id) is not None
 
 
 def withdrawn_room(params: Mapping[str, Any] | None) -> str | None:
@@ -140,6 +167,24 @@ def take_reference(params: Mapping[str, Any] | None) -> Reference | None:
         return None
     if TICKET not in params and TRANSFER in params:
         return Reference(Endpoint.parse(str(params.get(ENGINE))), _as_room(str(params[TRANSFER])), None)
+    return _ticket_in(params)
+
+
+def take_prefix(params: Mapping[str, Any]) -> Reference | None:
+    """Return the reference to the turn before, which a prefill server may receive; None if there is none.
+
+    Raises:
+        KvflowError: The parameters are incomplete.
+    """
+    if TICKET not in params:
+        return None
+    num_tokens = params.get(NUM_TOKENS)
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise KvflowError("number of tokens is missing or unusable", parameter=NUM_TOKENS, found=num_tokens)
+    return _ticket_in(params)._replace(num_tokens=num_tokens)
+
+
+def _ticket_in(params: Mapping[str, Any]) -> Reference:
     ticket, prompt = params.get(TICKET), params.get(PROMPT)
     if not isinstance(ticket, Mapping) or not isinstance(prompt, str):
         raise KvflowError("request was not prefilled by a server with kvflow", found=sorted(map(str, params)))
@@ -166,7 +211,7 @@ def reply(
         "remote_block_ids": NO_BLOCKS,
         "remote_host": endpoint.host,
         "remote_port": endpoint.port,
-        "remote_num_tokens": num_tokens,
+        NUM_TOKENS: num_tokens,
         TICKET: own,
         PROMPT: prompt,
     }

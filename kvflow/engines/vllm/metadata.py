@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvflow.engines.vllm.dialect import Reference
 
-__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "WorkerReport"]
+__all__ = ["ChunkOrder", "GrantOrder", "GroupBlocks", "StepOrders", "TurnOrder", "WorkerReport"]
 
 
 class GroupBlocks(NamedTuple):
@@ -42,11 +42,19 @@ class ChunkOrder:
 
 @dataclass(frozen=True)
 class GrantOrder:
-    """Receive some tokens of an announced request; fields as in `ChunkOrder`."""
+    """Receive some tokens of an announced request, within the usual time or `timeout_s`; fields as in `ChunkOrder`."""
 
     start: int
     stop: int
     blocks: Sequence[GroupBlocks | None]
+    timeout_s: float | None = None
+
+
+class TurnOrder(NamedTuple):
+    """Send all of a finished turn, in a room of its own."""
+
+    room: str
+    chunk: ChunkOrder
 
 
 @dataclass
@@ -66,7 +74,8 @@ class StepOrders:
         leased: Requests whose ticket leaves now.
         abandoned: Requests that ended without a ticket, and why.
         given_up: Requests that ended before they were received, and why.
-        reclaimed: Ended requests whose blocks others need, and whether an announcement by decode does not count.
+        reclaimed: Ended requests and turns to give up, and whether an announcement by the other side does not count.
+        turns: Finished turns to keep.
         is_empty: The step computes nothing.
         wants_ticket: Workers report their ticket again.
     """
@@ -84,6 +93,7 @@ class StepOrders:
     abandoned: dict[str, str] = field(default_factory=dict)
     given_up: dict[str, str] = field(default_factory=dict)
     reclaimed: dict[str, bool] = field(default_factory=dict)
+    turns: dict[str, TurnOrder] = field(default_factory=dict)
     is_empty: bool = False
     wants_ticket: bool = False
 
@@ -106,6 +116,7 @@ class WorkerReport:
         failed: Requests that were not received, with the reason, if vLLM computes them here then.
         returned: Announced requests that prefill has given back before decode had blocks.
         first_tokens: First tokens of requests that were received, packed, once for each worker.
+        released: Turns whose blocks are not needed any more, once for each worker.
         tickets: One of the tickets of each worker that prefills, when it has opened its ranks, and when it is asked.
     """
 
@@ -116,6 +127,7 @@ class WorkerReport:
     failed: list[tuple[str, str]] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     first_tokens: list[tuple[str, bytes]] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     tickets: list[Mapping[str, object]] = field(default_factory=list)
 
     def __bool__(self) -> bool:

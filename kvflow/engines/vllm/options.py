@@ -35,6 +35,8 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
         registry: As in `kvflow.RankConfig`. Not required: prefill's reply contains its address.
         layerwise: Send each layer of a step as soon as it is computed, instead of all of them after the step.
         signed_tickets: As in `kvflow.DecodeConfig`.
+        keep_turns_s: How long decode keeps the blocks of a finished turn for the prefill server that computes the next
+            one; 0 for not at all. Both servers need it, and vLLM's role `kv_both`.
         spin: Leave vLLM's processes spinning while requests move, instead of letting them sleep; see `waiting`.
     """
 
@@ -46,6 +48,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
     registry: str | None = None
     layerwise: bool = False
     signed_tickets: bool | None = None
+    keep_turns_s: float = 0.0
     spin: bool = False
 
 

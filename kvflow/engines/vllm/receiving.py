@@ -1,4 +1,4 @@
-"""Requests that others have computed, and this server receives. Pure."""
+"""Requests that others have computed, all of them or their beginning, and this server receives. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -7,13 +7,16 @@ from typing import Any, Final
 from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.priority import priority_class
-from kvflow.engines.vllm.dialect import digest_of, take_reference
+from kvflow.engines.vllm.dialect import Reference, digest_of, take_prefix, take_reference
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import GrantOrder, StepOrders, WorkerReport
 
 __all__ = ["ReceivingRequests"]
 
 LOGGER: Final = adapter_logger("vllm.kvflow")
+
+PREFIX_S: Final = 5.0
+"""How long a turn may take to be received; if its room or its server is gone, it is computed after that."""
 
 
 class ReceivingRequests:
@@ -45,6 +48,7 @@ class ReceivingRequests:
         self._granted: dict[str, int] = {}
         self._leaders: dict[str, str] = {}
         self._followers: dict[str, str] = {}
+        self._prefixes: dict[str, int] = {}
 
     def recompute(self, reason: str, request: Any) -> None:
         """Count the tokens of a prompt that is computed here, although this server takes prompts over."""
@@ -68,14 +72,33 @@ class ReceivingRequests:
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
             self.recompute("another_prompt", request)
             return
+        self._announce(request, reference._replace(prompt=prompt))
+
+    def announce_prefix(self, request: Any) -> None:
+        """Announce the turn before a request, with which its prompt must begin; errors as in `take_prefix`."""
+        reference = take_prefix(request.kv_transfer_params)
+        if reference is None or reference.num_tokens is None:
+            return
+        tokens, stop = request.prompt_token_ids or (), reference.num_tokens
+        if stop < len(tokens) and reference.prompt == digest_of(request, tokens[:stop]):
+            self._prefixes[request.request_id] = stop
+            self._announce(request, reference)
+        else:
+            LOGGER.info(
+                "kvflow: %s is computed here: it does not begin with the turn of its ticket", request.request_id
+            )
+            self._orders.refused.append(reference)
+
+    def _announce(self, request: Any, reference: Reference) -> None:
+        request_id = request.request_id
         if reference.key in self._leaders:
             self._followers[request_id] = reference.key
             return
         self._leaders[reference.key] = request_id
         self._taken_over[request_id] = reference.key
-        self._announced[request_id] = len(request.prompt_token_ids)
+        self._announced[request_id] = self._prefixes.get(request_id, len(request.prompt_token_ids))
         priority = priority_class(request.priority) if self._is_by_priority else 0
-        self._orders.announced[request_id] = reference._replace(prompt=prompt, priority=priority)
+        self._orders.announced[request_id] = reference._replace(priority=priority)
 
     def is_follower(self, request_id: str) -> bool:
         """Return whether a request waits for another one with the same reference (as with `n` > 1).
@@ -97,7 +120,8 @@ class ReceivingRequests:
 
     def _num_received(self, request: Any) -> int:
         """Return how many tokens of a prompt are taken over: the last one only together with the first token."""
-        return max(len(request.prompt_token_ids) - self._num_left_out, 0)
+        stop = self._prefixes.get(request.request_id)
+        return max(len(request.prompt_token_ids) - self._num_left_out, 0) if stop is None else stop
 
     def allocate(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
         """Order workers to receive into blocks, or to decline if vLLM wants nothing of what was computed elsewhere.
@@ -118,17 +142,19 @@ class ReceivingRequests:
         with contained(partial(LOGGER.warning, "kvflow: %s has no usable blocks: %s", request_id)):
             stop = self._num_received(request)
             start = stop - num_elsewhere
+            timeout_s = PREFIX_S if request_id in self._prefixes else None
             wanted = [
                 group.blocks_of(table, max(start, group.first_seen(stop)), stop)
                 for group, table in zip(self._groups, blocks, strict=True)
             ]
-            self._orders.granted[request_id] = GrantOrder(start, stop, wanted)
+            self._orders.granted[request_id] = GrantOrder(start, stop, wanted, timeout_s)
 
     def finish(self, request_id: str, status: str) -> None:
         """Handle the end of a request in vLLM."""
         self._announced.pop(request_id, None)
         self._granted.pop(request_id, None)
         self._followers.pop(request_id, None)
+        self._prefixes.pop(request_id, None)
         if request_id in self._taken_over:
             self._orders.given_up[request_id] = status
         self._is_here(request_id)
@@ -150,7 +176,7 @@ class ReceivingRequests:
                 self._on_recomputed(reason, num_tokens)
         for request_id in report.returned:
             if num_tokens := self._announced.pop(request_id, 0):
-                LOGGER.warning("kvflow: %s is computed here: prefill needed its blocks for others", request_id)
+                LOGGER.warning("kvflow: %s is computed here: its blocks were needed for others", request_id)
                 self._on_recomputed("given_back", num_tokens)
                 self._is_here(request_id)
                 self._orders.declined.append(request_id)

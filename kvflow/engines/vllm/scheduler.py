@@ -4,6 +4,7 @@ A request is tracked from when vLLM accepts it until vLLM has forgotten it. Deci
 orders of its next step.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -18,6 +19,7 @@ from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
 from kvflow.engines.vllm.receiving import ReceivingRequests
 from kvflow.engines.vllm.sending import SendingRequests
+from kvflow.engines.vllm.turns import KeptTurns
 
 __all__ = ["ConnectorScheduler"]
 
@@ -35,12 +37,15 @@ class ConnectorScheduler:
         num_left_out: Tokens at the end of a prompt that only decode may compute. With recurrent states, at least one.
         trust: Keys of this server, which sign tickets.
         first_tokens: Keeps first tokens; None if vLLM cannot begin with the second one.
+        keep_turns_s: How long decode keeps a finished turn for the next one; prefill receives turns unless it is 0.
+        num_workers: Workers of this server.
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
         answers: Makes the parameters of answers.
         sending: Requests that are computed here for others.
         receiving: Requests that others have computed.
+        turns: Finished requests that are kept for the next turn.
         held: Blocks that vLLM must not use for anything else.
         is_empty: The last step has computed nothing.
     """
@@ -55,10 +60,13 @@ class ConnectorScheduler:
         num_left_out: int = 0,
         trust: Trust | None = None,
         first_tokens: FirstTokens | None = None,
+        keep_turns_s: float = 0.0,
+        num_workers: int = 1,
         on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
         self._is_prefill = is_prefill
         self._is_decode = is_decode
+        self._takes_turns = is_decode and keep_turns_s > 0
         self._orders = StepOrders()
         self.answers = Answers(trust)
         self.is_empty = False
@@ -68,6 +76,9 @@ class ConnectorScheduler:
             groups, self._orders, self.answers, num_left_out=num_left_out, first_tokens=first_tokens
         )
         self.held = self.sending.held
+        self.turns = KeptTurns(
+            groups, self._orders, self.answers, self.held, keep_s=keep_turns_s, num_workers=num_workers
+        )
         self.receiving = ReceivingRequests(
             groups,
             self._orders,
@@ -86,6 +97,8 @@ class ConnectorScheduler:
                 self.sending.withdraw(withdrawn)
             elif self._is_prefill and is_for_decode(params):
                 self.sending.open(request)
+                if self._takes_turns:
+                    self.receiving.announce_prefix(request)
             elif self._is_decode:
                 self.receiving.announce(request)
 
@@ -110,6 +123,8 @@ class ConnectorScheduler:
 
     def step(self, output: Any) -> StepOrders:
         """Return the orders of a step: decisions since the last one, and the tokens that the step computes."""
+        is_short = self.sending.shortage.is_short or bool(output.preempted_req_ids)
+        self.turns.order_step(is_short=is_short, now=time.monotonic())
         self.sending.order_step(output)
         orders = self._orders.take_orders()
         orders.is_empty = self.is_empty = not output.total_num_scheduled_tokens
@@ -128,13 +143,17 @@ class ConnectorScheduler:
 
         Returns:
             Whether its blocks are still needed, until the workers report otherwise; and the parameters for the router
-            to pass to decode.
+            to pass on, to decode or with the next turn to prefill.
         """
         self.receiving.finish(request.request_id, status)
-        return self.sending.finish(request, blocks, is_complete=is_complete, status=status)
+        is_needed, params = self.sending.finish(request, blocks, is_complete=is_complete, status=status)
+        if is_complete and params is None:
+            params = self.turns.keep(request, blocks, time.monotonic())
+        return is_needed, params
 
-    def forget_ticket(self) -> None:
-        """Ask workers for another ticket with the next step: they may open new ranks before it."""
+    def reset(self) -> None:
+        """Give up turns, and ask workers for another ticket with the next step: they may open new ranks before it."""
+        self.turns.give_up_all()
         self.answers.forget()
         self._orders.wants_ticket = True
 
@@ -142,6 +161,7 @@ class ConnectorScheduler:
         """Handle a report; vLLM calls this before it frees the blocks of the requests that end with it."""
         self.answers.take_tickets(report.tickets)
         self.sending.take_report(report)
+        self.turns.take_released(report.released)
         self.receiving.take_report(report)
 
     @property

@@ -47,6 +47,11 @@ class BlockShortage:
         self._crossed_at: float | None = None
         self._num_next = 1
 
+    @property
+    def is_short(self) -> bool:
+        """Whether requests have looked for blocks in this step, and found none."""
+        return bool(self._short)
+
     def wants_blocks(self, request_id: str) -> None:
         """Note that vLLM looks for blocks for a request."""
         self._short[request_id] = None

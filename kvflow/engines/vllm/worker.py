@@ -27,6 +27,7 @@ from kvflow.engines.vllm.first_token import split_metadata
 from kvflow.engines.vllm.layout import Caches
 from kvflow.engines.vllm.metadata import ChunkOrder, GrantOrder, GroupBlocks, StepOrders, WorkerReport
 from kvflow.engines.vllm.ranks import Ranks
+from kvflow.engines.vllm.turn_senders import TurnSenders
 
 __all__ = ["ConnectorWorker", "Results"]
 
@@ -179,6 +180,7 @@ class ConnectorWorker:
         self._sending: dict[str, _Move] = {}
         self._receiving: dict[str, _Move] = {}
         self._moves: dict[object, _Move] = {}
+        self._turns = TurnSenders(caches)
         self._gates: list[dict[str, Gate]] = []
         self._results = Results()
         self._report = WorkerReport()
@@ -199,6 +201,7 @@ class ConnectorWorker:
         """Abort what moves and close the ranks, so that vLLM can unmap the caches; nothing if it is suspended."""
         for move in self._moves.values():
             move.abort("the server goes to sleep")
+        self._turns.abort("the server goes to sleep")
         self.close()
         self._apply_updates(self._ranks.completed())
         self._is_suspended = True
@@ -257,7 +260,9 @@ class ConnectorWorker:
         for request_id in orders.declined:
             self._give_up(self._receiving[request_id], "the decode server computes it")
         for reference in orders.refused:
-            self._ranks.decline(reference, "its prompt has no tokens")
+            self._ranks.decline(reference, "the other server computes all of it")
+        if orders.turns:
+            self._turns.begin(self._ranks, orders.turns, _record(self._caches))
         self._settle_ended(orders)
         if self._layerwise:
             for request_id, chunk in orders.chunks.items():
@@ -274,6 +279,8 @@ class ConnectorWorker:
         for request_id, with_announced in orders.reclaimed.items():
             if (sender := self._sender(request_id)) is not None:
                 sender.reclaim(with_announced=with_announced)
+            else:
+                self._turns.give_up(request_id)
 
     def _sender(self, request_id: str) -> BlockingSender | None:
         move = self._sending.get(request_id)
@@ -326,6 +333,7 @@ class ConnectorWorker:
     def take_report(self) -> WorkerReport | None:
         """Return a report for the scheduler, or None if there is nothing to report."""
         report, self._report = self._report, WorkerReport()
+        report.released = self._turns.take_released()
         return report or None
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -372,7 +380,8 @@ class ConnectorWorker:
             return
         with self._contained(move, "is not received"):
             move.note(order.blocks)
-            move.transfer.grant(tokens=(order.start, order.stop), pages=self._caches.pages(order.blocks, order.stop))
+            pages = self._caches.pages(order.blocks, order.stop)
+            move.transfer.grant(tokens=(order.start, order.stop), pages=pages, timeout_s=order.timeout_s)
 
     def _over(self, move: _Move, *, is_awaited: bool) -> None:
         """Handle the end of a request in vLLM: let it move on to decode if all of it was computed, else abort it."""
@@ -395,6 +404,7 @@ class ConnectorWorker:
         for update in updates:
             move = self._moves.get(update.transfer)
             if move is None:
+                self._turns.apply_update(update)
                 continue
             self._note_news(move)
             if move.is_awaited:

@@ -64,6 +64,7 @@ class Deployment:
 
     Args:
         own: What only "prefill" has, or only "decode".
+        has_both_roles: Each server also does what the other one does.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Deployment:
         divided_by: str = "tensor",
         load_failure_policy: str = "fail",
         own: Mapping[str, Own] | None = None,
+        has_both_roles: bool = False,
     ) -> None:
         self.wrong_page, self.lost_drafts = place / "wrong_page", place / "lost_drafts"
         self.mooncake_port, port = unused_port(), unused_port()
@@ -100,9 +102,11 @@ class Deployment:
             is_cpu=True,
         )
         prefill, decode = described
-        decode = msgspec.structs.replace(
-            decode, connector={**decode.connector, "kv_load_failure_policy": load_failure_policy}
-        )
+        policy = {"kv_load_failure_policy": load_failure_policy}
+        decode = msgspec.structs.replace(decode, connector={**decode.connector, **policy})
+        if has_both_roles:
+            prefill = msgspec.structs.replace(prefill, connector={**prefill.connector, **policy}, role="kv_both")
+            decode = msgspec.structs.replace(decode, role="kv_both")
 
         def make(server: VllmServer) -> Server:
             here = (own or {}).get(server.name, Own())

@@ -57,8 +57,10 @@ ADDED: Final = {"take_first_tokens"}
 READ: Final = {
     "vllm.v1.request.Request": {
         "_all_token_ids",
+        "all_token_ids",
         "kv_transfer_params",
         "max_tokens",
+        "num_computed_tokens",
         "num_prompt_tokens",
         "output_token_ids",
         "priority",
@@ -122,6 +124,8 @@ READ: Final = {
         "is_kv_consumer",
         "is_kv_producer",
         "kv_connector_extra_config",
+        "kv_load_failure_policy",
+        "kv_role",
     },
     "vllm.distributed.device_communicators.shm_broadcast.SpinCondition": {"busy_loop_s", "last_read", "wait"},
     "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": {"_registry", "register_connector"},
