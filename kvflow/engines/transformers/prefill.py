@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -10,13 +11,13 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from typing_extensions import override
 
 import kvflow
-from kvflow import LocalProtocolError, Outcome
+from kvflow import KvflowError, LocalProtocolError, Outcome
 from kvflow.blocking import BlockingSender, PrefillRank
 from kvflow.engines.containment import contained
 from kvflow.engines.transformers.engine import LOGGER, End
 from kvflow.engines.transformers.metadata import FirstToken
 
-__all__ = ["PrefillManager", "Sent"]
+__all__ = ["Moved", "PrefillManager", "Sent"]
 
 
 OWN_SETTINGS: Final = frozenset({"max_new_tokens", "streaming", "record_timestamps", "eos_token_id"})
@@ -35,6 +36,20 @@ class Sent(NamedTuple):
     sender: BlockingSender
 
 
+class Moved(NamedTuple):
+    """A request that was taken out of its manager while it was running.
+
+    Attributes:
+        ticket: Ticket for the decode end.
+        sender: The transfer, with `outcome`, `failure` and `memory`.
+        tokens: The prompt, and what was generated. The cache of all but the last one moves.
+    """
+
+    ticket: dict[str, object]
+    sender: BlockingSender
+    tokens: list[int]
+
+
 class PrefillManager(End[PrefillRank]):
     """A manager that hands its requests over. Use it as a context manager, around `start` and `stop` of the manager.
 
@@ -50,6 +65,7 @@ class PrefillManager(End[PrefillRank]):
         super().__init__(manager, config, fingerprint=fingerprint)
         self._senders: dict[str, BlockingSender] = {}
         self._offered: dict[str, int] = {}
+        self._leaving: dict[str, Future[Moved]] = {}
 
     def add_request(self, input_ids: Sequence[int], room: str, **settings: Any) -> Sent:
         """Compute a prompt and hand it over. Callable from any thread; does not wait.
@@ -80,6 +96,21 @@ class PrefillManager(End[PrefillRank]):
             stack.pop_all()
         return Sent(ticket, sender)
 
+    def move_request(self, request_id: str) -> "Future[Moved]":
+        """Take a request of the manager out while it is running, and hand it over with its cache.
+
+        It stops after the token that is being generated, and the manager delivers no more of it. Another one goes on
+        with `DecodeManager.add_request(moved.tokens[:-1], moved.ticket)`: the first token that it delivers is the last
+        one here. It also needs the request's settings; the state of a random generator does not move. Callable from
+        any thread; does not wait.
+
+        Raises:
+            LocalProtocolError: In the result: it is not running, or its id is not a valid room. It goes on.
+        """
+        future = self._leaving.setdefault(request_id, Future())
+        self.engine.wake()
+        return future
+
     @override
     def has(self, request_id: str) -> bool:
         return request_id in self._senders
@@ -103,6 +134,32 @@ class PrefillManager(End[PrefillRank]):
                 self._senders.pop(room, None)
         for room in list(self._offered):
             self._offer(room)
+        for request_id in list(self._leaving):
+            self._try_to_move(request_id)
+
+    def _try_to_move(self, request_id: str) -> None:
+        """Hand a request over that is running; wait for one whose prompt is not computed yet."""
+        state = self.engine.scheduler.active_requests.get(request_id)
+        is_own = request_id not in self._senders
+        if is_own and self.engine.has(request_id) and (state is None or state.status != RequestStatus.DECODING):
+            return
+        future = self._leaving.pop(request_id)
+        try:
+            future.set_result(self._move(state if is_own else None, request_id))
+        except KvflowError as error:
+            future.set_exception(error)
+
+    def _move(self, state: Any, room: str) -> Moved:
+        """Hand over a running request; raise LocalProtocolError if it is none, or has no valid room."""
+        if state is None:
+            raise LocalProtocolError("request is not running", request_id=room)
+        ticket, sender = self.rank.ticket(room), self.rank.send(room)
+        tokens = [*state.initial_tokens, *state.generated_tokens]
+        self._finish(sender, state, 0)
+        del self.engine.scheduler.active_requests[room]
+        self.engine.hold(room, sender)
+        self._senders[room] = sender
+        return Moved(ticket, sender, tokens)
 
     def _offer(self, room: str) -> None:
         """Offer complete blocks only: an incomplete one may still be replaced by an equal block of another request."""
@@ -119,6 +176,9 @@ class PrefillManager(End[PrefillRank]):
         for sender in self._senders.values():
             sender.abort(str(error))
         self._senders.clear()
+        for future in self._leaving.values():
+            future.set_exception(LocalProtocolError("manager has failed", detail=str(error)))
+        self._leaving.clear()
 
     def lose(self, request_id: str) -> bool:
         """Send the last tokens of a request that has finished, and abort one that was cancelled or failed."""
@@ -143,7 +203,7 @@ class PrefillManager(End[PrefillRank]):
     def _finish(self, sender: BlockingSender, state: Any, start: int) -> None:
         with contained(partial(_abort, sender)):
             num_tokens = state.current_len()
-            first = FirstToken(state.generated_tokens[0], state.logprobs[0] if state.logprobs else None)
+            first = FirstToken(state.generated_tokens[-1], state.logprobs[-1] if state.logprobs else None)
             tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
             sender.finish((start, num_tokens), tables, metadata=first.to_bytes())
 
