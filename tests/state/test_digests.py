@@ -109,8 +109,20 @@ def test_a_difference_fails_the_transfer_and_its_notices_prove_nothing(verifying
 
 def test_pages_are_held_until_a_comparison_that_nobody_wants_any_more_has_ended(verifying: DecodeDriver) -> None:
     assert reports(verifying(ev.ReceiveAborted(ROOM, ABORTED))) == [("aborted", "draining")]
+    assert drain(verifying, PREFILL, OTHER) == []
     assert reports(answer(verifying)) == [("aborted", "safe")]
     assert not verifying.core.rooms.rooms
+
+
+def test_a_comparison_that_nobody_wants_any_more_is_left_unfinished_and_confirms_nothing(
+    verifying: DecodeDriver,
+) -> None:
+    """A notice may have overtaken its bytes, which land after the end."""
+    verifying(ev.ReceiveAborted(ROOM, ABORTED))
+    effects = answer(verifying)
+    assert reports(effects) == []
+    assert [to for to, _ in messages(effects, Cancel)] == [PREFILL, OTHER]
+    assert reports(drain(verifying, PREFILL, OTHER)) == [("aborted", "safe")]
 
 
 def test_a_difference_that_is_found_too_late_changes_no_outcome(verifying: DecodeDriver) -> None:
@@ -125,6 +137,7 @@ def test_a_difference_that_is_found_too_late_changes_no_outcome(verifying: Decod
 
 def test_a_comparison_that_does_not_end_puts_the_pages_into_quarantine(verifying: DecodeDriver) -> None:
     verifying(ev.ReceiveAborted(ROOM, ABORTED))
+    assert drain(verifying, PREFILL, OTHER) == []
     assert reports(verifying.sleep(DRAIN_S)) == [("aborted", "quarantined")]
     assert reports(answer(verifying)) == [("aborted", "safe")]
 

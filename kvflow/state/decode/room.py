@@ -285,19 +285,17 @@ class Room:
         return self._review()
 
     def verified(self, failure: Failure | None) -> list[DecodeEffect]:
-        """Handle the result of the digest check."""
-        self.is_verifying = False
-        if failure is not None:
-            return (
-                self._doubt(failure) if failure.reason is FailureReason.CORRUPT else self.stop(Signal.FAILED, failure)
-            )
-        self._is_verified = True
-        return self._review()
+        """Handle the result of the digest check.
 
-    def _doubt(self, failure: Failure) -> list[DecodeEffect]:
-        """Fail the room, and take no notice for a proof: one may have overtaken its bytes."""
+        It confirms notices only while the outcome is pending: if the room has ended, the check was left unfinished. An
+        unconfirmed notice is no proof, because it may have overtaken its bytes.
+        """
+        self.is_verifying = False
         if self.state.is_pending:
-            return self.stop(Signal.FAILED, failure)
+            if failure is not None:
+                return self.stop(Signal.FAILED, failure)
+            self._is_verified = True
+            return self._review()
         return [*self._review(), *(effect for peer in self.unproved() for effect in self.remind(peer))]
 
     def drained(self, peer: PeerId, failure: Failure | None) -> list[DecodeEffect]:

@@ -274,7 +274,10 @@ class FenceImpossible(msgspec.Struct, frozen=True):
 
 
 class DigestsVerified(msgspec.Struct, frozen=True):
-    """The received bytes were compared with their digests; `failure` is None if all match, or if it did not matter."""
+    """The received bytes were compared with their digests, if the outcome was not decided meanwhile.
+
+    `failure` is None if all match, or if not all were compared.
+    """
 
     generation: int
     failure: Failure | None
