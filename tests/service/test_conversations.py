@@ -92,7 +92,8 @@ class Fleet:
             raise ServerGone(name)
         with self.expecting(name, of, event) as wait:
             await self.tell(name, do, **({"of": of} if of else {}), **values)
-            return await wait()
+            report: Report = await wait()
+            return report
 
     async def tell(self, name: str, do: str, **values: Any) -> None:
         if (server := self._servers.get(name)) is not None:
@@ -112,7 +113,8 @@ class Expected:
         self._waiting, self._key, self._event = waiting, key, event
 
     def __enter__(self) -> Any:
-        entry = self._waiting[self._key] = (self._event, anyio.Event(), [])
+        entry: tuple[str, anyio.Event, list[Report]] = (self._event, anyio.Event(), [])
+        self._waiting[self._key] = entry
 
         async def wait() -> Report:
             with anyio.move_on_after(30.0):
