@@ -97,7 +97,7 @@ class OfferBook:
 
         Args:
             ticket: Its ticket, from `PrefillRank.ticket`.
-            to: The other instance: its name in the registry, or the address of its prefill rank.
+            to: The other instance: its name in the registry, or an address, as in `DecodeRank.receive`.
             tokens: Positions `[start, stop)` whose pages are sent.
             metadata: For the other engine, at most 1,024 bytes: what it needs to decide.
             timeout_s: How long the other instance may take to decide, by default `Timeouts.grant_s`.

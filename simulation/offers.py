@@ -104,7 +104,7 @@ class Offers:
                 raise Violation(f"{holder.rank_id} has no prefill rank beside it")
             made = holder.rank.offers.make_offer(
                 holder.partner.rank.ticket(request.room),  # type: ignore[union-attr] # a prefill worker
-                to=owner.rank.endpoint,
+                to=owner.rank.endpoint if owner.rank.config.registry is None else owner.rank_id.instance,
                 tokens=(0, request.num_tokens),
                 metadata=b"%d" % request.content,
                 timeout_s=PATIENCE_S,

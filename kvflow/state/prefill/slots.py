@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvflow.config import Timeouts
 from kvflow.state.by_peer import Incarnations
 from kvflow.state.effects import PrefillEffect
@@ -204,6 +206,7 @@ class RemoteSlots:
             return
         known.pool.find(use.slot)
         use.has_ended, use.is_written = True, event.failure is None
+        use.notice = replace(use.notice, stamps=event.stamps)
         if known.is_connected and not use.is_unread:
             self._timers.set(SlotUnreturned(event.delivery, event.seq), now + self._timeouts.retransmit_s)
         self._review(event.delivery, event.seq)

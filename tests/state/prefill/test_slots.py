@@ -23,6 +23,7 @@ from kvflow.wire.messages import (
     SlotReleased,
     Staged,
     StagingWindow,
+    Stamps,
 )
 from tests.support.cores import (
     ABORTED,
@@ -235,6 +236,15 @@ def test_a_slot_that_does_not_come_back_is_asked_for_until_it_does(core: Prefill
     assert again[0].staged == Staged(0, head_major=False)
     core.hear(DECODE, released())
     assert messages(keep_alive(core, 8), SlotQuery) == []
+
+
+def test_the_notice_that_goes_with_the_question_says_when_the_piece_was_written(core: PrefillDriver) -> None:
+    """Otherwise a receiver that has missed it could not tell where the time went."""
+    stamps = Stamps(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    core(ev.PostEnded(DELIVERY, 0, None, stamps=stamps))
+    ((_, again), *_) = messages(keep_alive(core, 4), Notice)
+    assert isinstance(again, Notice)
+    assert again.stamps == stamps
 
 
 def test_a_slot_of_a_failed_write_is_asked_for_without_saying_that_its_bytes_are_there(core: PrefillDriver) -> None:
