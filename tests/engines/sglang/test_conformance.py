@@ -358,7 +358,10 @@ def test_request_that_decode_never_asks_for(impatient: Deployment) -> None:
 
 
 def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
-    """Decode times out, and gets its pages back by a proof. Prefill's own timer may expire before it is told why."""
+    """Decode times out, and gets its pages back by a proof.
+
+    SGLang's own timer may be the first to expire there, or that of the transfer, or prefill's, before it is told why.
+    """
     impatient.start()
     room = begin(impatient)
     send(impatient, room, 40)
@@ -366,7 +369,7 @@ def test_request_that_prefill_does_not_end(impatient: Deployment) -> None:
     send(impatient, room, TOKENS, last=True)
     assert impatient.prefill.tell("until", what="is_over", room=room)
     told = impatient.prefill.tell("ask", what="was_told", room=room)
-    assert any(reason in told for reason in ("timed out", "has given up since"))
+    assert "timed out" in told or "reason='deadline'" in told
     check_nothing_is_left(impatient)
 
 
