@@ -235,6 +235,8 @@ class SmallWorld(World):
                 return
 
     def _is_over(self) -> bool:
+        if any(len(core.offers) for _, _, core in self._cores()):
+            return False
         is_quiet = not self.in_doubt
         for outcome, memory in (*self.sent.values(), *self.received.values()):
             is_settled = memory is Memory.SAFE or (memory is Memory.QUARANTINED and not is_quiet)
