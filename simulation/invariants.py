@@ -126,7 +126,7 @@ def _check_decode(core: DecodeCore) -> None:
     _check_held(core)
     for offer, made in core.offers._made.items():
         _require(OfferOverdue(offer) in core.timers, "offer waits for ever", offer=offer)
-        _require((made.peer is None) == (offer in core.offers._unsent), "offer is neither sent nor waiting")
+        _require((made.peer is None) == (offer in core.offers.unsent), "offer is neither sent nor waiting")
         _require(made.peer is None or made.peer in core.peers, "offer waits for a rank that is gone", offer=offer)
     for generation, room in rooms.rooms.items():
         _check_facts(room.state, generation=generation)

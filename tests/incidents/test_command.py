@@ -118,7 +118,7 @@ def is_later(rank: kvflow.PrefillRank, at: float) -> bool:
 async def stage_quarantine(directory: Path) -> None:
     """Abort a room whose write hangs."""
     async with deploy(**for_both(directory)) as deployment:
-        (faults,), (decode,) = deployment.faults, deployment.decode
+        (faults,), (decode,), (prefill,) = deployment.faults, deployment.decode, deployment.prefill
         faults.hold()
         request = deployment.request(1, 8)
         async with anyio.create_task_group() as tasks:
@@ -126,7 +126,7 @@ async def stage_quarantine(directory: Path) -> None:
             async with request.receiver() as receiver:
                 await until(lambda: faults.posted)
                 receiver.abort()
-            await until(decode.quarantined)
+            await until(lambda: decode.quarantined() and prefill.quarantined())
             faults.release()
 
 

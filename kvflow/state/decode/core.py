@@ -74,7 +74,7 @@ class DecodeCore:
                 the state is unchanged. Events from peers never raise.
         """
         effects = self._handle(event, now)
-        if self.offers.are_unsent:
+        if self.offers.unsent:
             effects += self.offers.send_waiting(now)
         is_watching = len(self.rooms.generations) > len(self.rooms.announced)
         if is_watching is not self._is_watching:

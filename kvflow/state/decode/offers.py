@@ -37,22 +37,20 @@ class _Made:
 
 
 class OffersMade:
-    """Sends offers to instances once they are connected, and repeats them. Methods return effects."""
+    """Sends offers to instances once they are connected, and repeats them; `unsent` are those that wait for that.
+
+    Methods return effects.
+    """
 
     def __init__(self, context: HandshakeContext, obstacles: Obstacles) -> None:
         self._instances, self._peers, self._timers = context.instances, context.peers, context.timers
         self._failure, self._retransmit_s = context.failure, context.settings.timeouts.retransmit_s
         self._obstacles = obstacles
         self._made: dict[int, _Made] = {}
-        self._unsent: dict[int, None] = {}
+        self.unsent: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._made)
-
-    @property
-    def are_unsent(self) -> bool:
-        """Whether offers wait for a handshake."""
-        return bool(self._unsent)
 
     def make_offer(self, event: OfferMade, now: float) -> None:
         """Note an offer, which `send_waiting` sends; raise CapacityExceeded if too many are not answered."""
@@ -60,13 +58,13 @@ class OffersMade:
             raise CapacityExceeded("too many offers are not answered", limit=MAX_OFFERS)
         until = now + event.offer.timeout_s
         self._made[event.offer.number] = _Made(event.to, event.offer, until)
-        self._unsent[event.offer.number] = None
+        self.unsent[event.offer.number] = None
         self._timers.set(OfferOverdue(event.offer.number), until)
 
     def send_waiting(self, now: float) -> list[DecodeEffect]:
         """Send the offers whose instance is connected; those whose instance is unreachable fail."""
         effects: list[DecodeEffect] = []
-        for number in list(self._unsent):
+        for number in list(self.unsent):
             made = self._made[number]
             instance = self._instances.at(made.to)
             if instance is None:
@@ -74,7 +72,7 @@ class OffersMade:
                 effects += self._end_offer(number, failure)
             elif self._peers.are_ready(instance):
                 made.peer = instance.peers[0]
-                del self._unsent[number]
+                del self.unsent[number]
                 effects += self._send(made, made.peer, now)
             elif instance.failure is not None:
                 effects += self._end_offer(number, instance.failure)
@@ -118,7 +116,7 @@ class OffersMade:
     def _end_offer(self, number: int, failure: Failure | None) -> list[DecodeEffect]:
         if self._made.pop(number, None) is None:
             return []
-        self._unsent.pop(number, None)
+        self.unsent.pop(number, None)
         self._timers.clear(OfferUnanswered(number))
         self._timers.clear(OfferOverdue(number))
         return [ReportOffer(number, failure)]

@@ -129,7 +129,9 @@ class PrefillCore:
                 return self._message_arrived(event, now)
             case ev.PeerRevoked():
                 return self._revoked(event.peer, now)
-            case ev.ChunkOffered() | ev.QuiesceAsked() | ev.LeaseStarted() | ev.ReclaimAsked() | ev.SendAborted():
+            case ev.ChunkOffered():
+                return self.rooms.offer(event.room, event.chunk, event.footprint, now)
+            case ev.QuiesceAsked() | ev.LeaseStarted() | ev.ReclaimAsked() | ev.SendAborted():
                 return self.rooms.follow_engine(event, now)
             case ev.ChunkWaits():
                 self.line.add_call(event.call, event.room)

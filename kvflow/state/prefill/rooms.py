@@ -8,7 +8,6 @@ from kvflow.state.by_peer import ByPeer
 from kvflow.state.effects import CountAnomaly, PrefillEffect
 from kvflow.state.events import (
     Chunk,
-    ChunkOffered,
     DeliveryId,
     LeaseStarted,
     QuiesceAsked,
@@ -94,12 +93,10 @@ class Rooms:
         return [] if known is None else [delivery.id.peer for delivery in known.deliveries.values()]
 
     def follow_engine(
-        self, event: ChunkOffered | QuiesceAsked | LeaseStarted | ReclaimAsked | SendAborted, now: float
+        self, event: QuiesceAsked | LeaseStarted | ReclaimAsked | SendAborted, now: float
     ) -> list[PrefillEffect]:
         """Do what the engine asks for a room; raises as `offer`."""
         match event:
-            case ChunkOffered():
-                return self.offer(event.room, event.chunk, event.footprint, now)
             case QuiesceAsked():
                 return self.quiesce(event.room, now)
             case LeaseStarted():
