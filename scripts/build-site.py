@@ -111,13 +111,8 @@ def add_texts(pages: dict[Path, Path]) -> None:
 
 
 def check_pages() -> list[str]:
-    """Return what is wrong: what pages load from elsewhere, and pages that are empty or not in the navigation."""
-    listed = (ROOT / "mkdocs.yml").read_text()
-    wrong = [
-        f"{place} is not in the navigation of mkdocs.yml"
-        for place in find_pages().values()
-        if place.parent != Path("decisions") and str(place) not in listed
-    ]
+    """Return what is wrong: what pages load from elsewhere, and pages that are empty."""
+    wrong = list[str]()
     for page in sorted(BUILT.rglob("*.html")):
         text = page.read_text()
         wrong += [f"{page.relative_to(BUILT)} loads {found}" for found in EXTERNAL.findall(text)]

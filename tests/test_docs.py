@@ -108,6 +108,13 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert set(DOCUMENTS) - reached <= {ROOT / "docs/README.md"}
 
 
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """Decisions are reached through their list."""
+    listed = {ROOT / "docs" / found for found in re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text())}
+    pages = {page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions"}
+    assert pages - listed == {ROOT / "docs/README.md"}  # which is documentation.md there
+
+
 def test_linked_names_exist_in_the_files_that_they_link_to() -> None:
     found = [(page, name, page.parent / file) for page in DOCUMENTS for name, file in NAMED.findall(page.read_text())]
     assert len(found) > 40
