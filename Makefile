@@ -32,7 +32,8 @@ demo: install
 test: install lint type imports unit
 
 test-all: install lint type imports audit site test-pythons
-	sh scripts/install-prometheus.sh .cache/prometheus
+	sh scripts/unpack-package.sh prometheus prometheus .cache/prometheus
+	sh scripts/unpack-package.sh etcd-server etcd .cache/etcd
 	$(PYTEST) --hypothesis-profile=thorough
 	FAKE_DEVICE=low $(PYTEST) -m "not slow" tests/service tests/device --ignore tests/device/test_contract.py
 

@@ -1,10 +1,12 @@
-"""Addresses of ranks: what is accepted, and which need keys."""
+"""Addresses of ranks and of directories: what is accepted, and which need keys."""
 
 import functools
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvflow.checks import check_integer, set_field
 from kvflow.errors import ConfigError
@@ -12,11 +14,13 @@ from kvflow.trust import Trust
 
 __all__ = [
     "SCHEME",
+    "DirectoryURL",
     "Endpoint",
     "check_bind",
     "check_endpoint",
     "check_host",
     "check_needs_trust",
+    "check_registry",
     "is_loopback",
     "join_address",
     "split_address",
@@ -31,6 +35,14 @@ characters, and raises an error that is not an OSError.
 
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+HOST_PORT: Final = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9:.%-]+\]):[0-9]{1,5}", re.ASCII)
+
+DIRECTORY_OPTIONS: Final[Mapping[str, frozenset[str]]] = {
+    "file": frozenset(),
+    "etcd": frozenset({"ca", "cert", "key", "user", "password_file"}),
+    "kubernetes": frozenset({"port"}),
+}
+"""Kinds of directories beside the registry, and the options of their URLs."""
 
 HOSTS: Final = 1_024
 """Hosts that are remembered to be of a kind: a transfer looks at the same one five times."""
@@ -120,6 +132,68 @@ class Endpoint:
         """
         check_endpoint("address", address)
         return cls(*split_address("address", address))
+
+
+@dataclass(frozen=True)
+class DirectoryURL:
+    """Where instances are listed by another system.
+
+    Attributes:
+        url: As it was given. It contains no secrets.
+        scheme: A key of `DIRECTORY_OPTIONS`.
+        hosts: `host:port` of servers, or the namespace of Kubernetes; empty for files.
+        path: What follows, without the first slash except for files.
+        options: By name.
+
+    Raises:
+        ConfigError: There is no such directory.
+    """
+
+    url: str
+    scheme: str
+    hosts: tuple[str, ...]
+    path: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, setting: str, url: str) -> "DirectoryURL":
+        """Parse a URL; the error has the setting."""
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        allowed = DIRECTORY_OPTIONS.get(parts.scheme)
+        if allowed is None:
+            raise ConfigError(
+                "address must have the form tcp://HOST:PORT, file:///DIRECTORY, etcd://HOST:PORT/PREFIX or "
+                "kubernetes://NAMESPACE/SERVICE",
+                setting=setting,
+                value=url,
+            )
+        if not options.keys() <= allowed:
+            raise ConfigError("URL has unknown options", setting=setting, value=url, options=sorted(allowed))
+        if "@" in parts.netloc:
+            raise ConfigError("URL must not contain a password: name a password_file", setting=setting)
+        path = unquote(parts.path)
+        hosts = tuple(filter(None, parts.netloc.split(",")))
+        if parts.scheme == "file":
+            is_complete = not hosts and path.startswith("/")
+        else:
+            path = path.strip("/")
+            is_complete = bool(hosts) and (parts.scheme == "etcd" or bool(path))
+        if not is_complete or (parts.scheme == "etcd" and not all(HOST_PORT.fullmatch(host) for host in hosts)):
+            raise ConfigError("URL is incomplete", setting=setting, value=url)
+        return cls(url, parts.scheme, hosts, path, options)
+
+
+def check_registry(setting: str, address: object, trust: Trust | None) -> None:
+    """Raise ConfigError, with the setting, unless an address is that of a registry or another directory.
+
+    A directory is never trusted, and needs no keys: the ranks that it names do.
+    """
+    if isinstance(address, str) and not address.startswith(SCHEME) and "://" in address:
+        DirectoryURL.parse(setting, address)
+    else:
+        check_endpoint(setting, address)
+        check_needs_trust(setting, str(address), trust)
 
 
 def check_bind(bind: object, advertise: object) -> None:

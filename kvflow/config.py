@@ -15,7 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final, Literal, SupportsIndex, TypeGuard, get_args
 
-from kvflow.addresses import HOST, SCHEME, check_bind, check_endpoint, check_host, check_needs_trust
+from kvflow.addresses import (
+    HOST,
+    SCHEME,
+    DirectoryURL,
+    check_bind,
+    check_host,
+    check_needs_trust,
+    check_registry,
+)
 from kvflow.checks import check_duration, check_integer, check_type, set_field
 from kvflow.errors import ConfigError
 from kvflow.trust import PLAIN, Trust
@@ -184,9 +192,10 @@ class RankConfig:
         instance: Name of the serving instance this rank belongs to, unique in the registry.
         engine_rank: This worker's number within its instance.
         num_ranks: Workers of the instance.
-        registry: Address of the registry, e.g. "tcp://10.0.0.1:7100", or of the prefill rank that acts as the registry
-            for its instance. Leave it None on that prefill rank itself (the instance's other ranks set it to that
-            rank's address), and on a decode rank that receives only by address or ticket.
+        registry: Address of the registry, e.g. "tcp://10.0.0.1:7100", URL of another directory (docs/fleets.md), or
+            address of the prefill rank that acts as the registry for its instance. That prefill rank itself has a
+            directory's URL or None (the instance's other ranks set it to that rank's address). Leave it None on a
+            decode rank that receives only by address or ticket.
         backend: Name of the transport: "nixl", "mooncake", "memory", or one from another package.
         backend_options: Options for the transport; see its documentation.
         timeouts: How long each phase may take.
@@ -243,8 +252,7 @@ class RankConfig:
         if self.trust is not None:
             check_trust(self.trust)
         if self.registry is not None:
-            check_endpoint("registry", self.registry)
-            check_needs_trust("registry", self.registry, self.trust)
+            check_registry("registry", self.registry, self.trust)
         check_type("backend", self.backend, str)
         if not self.backend:
             raise ConfigError("backend must be the name of a transport", setting="backend", value=self.backend)
@@ -263,6 +271,17 @@ class RankConfig:
             check_type("record", self.record, str, os.PathLike)
         check_type("admin", self.admin, bool, str, os.PathLike)
         check_type("black_box", self.black_box, bool, str, os.PathLike)
+
+    @property
+    def registry_endpoint(self) -> str | None:
+        """The address in `registry`; None if it is a directory's URL."""
+        return self.registry if self.registry is not None and self.registry.startswith(SCHEME) else None
+
+    @property
+    def directory(self) -> DirectoryURL | None:
+        """The URL in `registry`; None if it is an address."""
+        is_url = self.registry is not None and self.registry_endpoint is None
+        return DirectoryURL.parse("registry", str(self.registry)) if is_url else None
 
     @property
     def trust_in_force(self) -> Trust:
@@ -318,6 +337,13 @@ class PrefillConfig(RankConfig):
         super().__post_init__()
         self._check_staging(self.staging_slot_bytes)
         check_bind(self.bind, self.advertise)
+        if self.engine_rank and self.directory is not None:
+            raise ConfigError(
+                "only engine rank 0 is listed in a directory: set registry to its address",
+                setting="registry",
+                value=self.registry,
+                engine_rank=self.engine_rank,
+            )
         check_needs_trust("bind", self.bind, self.trust)
         check_type("takes_offers", self.takes_offers, bool)
         if self.packing not in get_args(Packing):

@@ -14,7 +14,7 @@ from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.checks import check_argument
 from kvflow.config import DecodeConfig
-from kvflow.directory import Directories
+from kvflow.directory import Directories, open_directory
 from kvflow.errors import ConfigError, FailureReason, KvflowError, Stage, TicketError
 from kvflow.geometry.layout import KVLayout
 from kvflow.geometry.pages import Pages
@@ -270,7 +270,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
 
     @override
     async def _own_host(self) -> str | None:
-        advertise, registry, towards = self.config.advertise, self.config.registry, self._ports.control.host_towards
+        advertise, towards = self.config.advertise, self._ports.control.host_towards
+        registry = self.config.registry_endpoint
         if advertise is not None:
             return advertise.strip("[]")
         return await (default_host(towards) if registry is None else towards(registry))
@@ -295,7 +296,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             allowed_hosts=tuple(config.allowed_hosts),
         )
         self._directories = Directories(
-            config.registry,
+            config.registry_endpoint,
             self._log,
             self._context,
             lambda instance, records, number: self._dispatch(ev.InstanceFound(instance, records, number)),
@@ -303,6 +304,12 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
             self._trust,
         )
         self._resources.callback(self._directories.close)
+        if config.directory is not None:
+            self._directories.follow(
+                open_directory(config.directory),
+                self._checks.check_instance,
+                lambda instance: self._dispatch(ev.InstanceDoubted(instance)),
+            )
         self._core = DecodeCore(self.me, settings)
         self._connections = PeerConnections(self._context, self._trust)
         self._resources.callback(self._connections.close)

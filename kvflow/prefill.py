@@ -12,7 +12,16 @@ from kvflow.bounds import Bounds
 from kvflow.checks import check_argument, check_traceparent
 from kvflow.config import PrefillConfig
 from kvflow.control.reading import OrderedReading
-from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient
+from kvflow.directory import (
+    DIRECTORY_KINDS,
+    LEASE_S,
+    DirectoryMessage,
+    DirectoryService,
+    Listing,
+    Publication,
+    RegistryClient,
+    open_directory,
+)
 from kvflow.errors import FailureReason, RemoteProtocolError, Stage, Unreachable
 from kvflow.gate.identity import AUTHORIZED, message_denial, name_denial
 from kvflow.gate.rates import ListenerGate
@@ -99,6 +108,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         super().__init__(config, layout, backend, ports=ports, tracer=tracer)
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
+        self._publication: Publication | None = None
         self._endpoint: str | None = None
         self._next_call = itertools.count().__next__
         self.offers = OfferQueue(self._check_open, self._dispatch, self._new_failure)
@@ -152,7 +162,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             RankBroken: The rank is broken.
         """
         self._check_usable()
-        address = self.config.registry or self.endpoint
+        address = self.config.registry_endpoint or self.endpoint
         tracer = self._transfers.tracer
         if traceparent is None and tracer is not None:
             traceparent = tracer.traceparent_of(self._transfers.by_key.get(check_room(room))) or None
@@ -176,9 +186,9 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
     @override
     def _open(self) -> None:
         backend, capabilities = self._backend, self._backend.capabilities
-        if self.config.registry is not None:
+        if self.config.registry_endpoint is not None:
             keys = self._registry_keys(self._trust)
-            self._registry = RegistryClient(self.config.registry, self._log, self._context, keys=keys)
+            self._registry = RegistryClient(self.config.registry_endpoint, self._log, self._context, keys=keys)
             self._resources.callback(self._registry.close)
         staging = None
         if self._staging is not None:
@@ -231,6 +241,11 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         else:
             self._directory = DirectoryService(self._listener, self._gate, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
+        if self.config.directory is not None:
+            listing = Listing(endpoint=self.endpoint, identity=str(self.me), lease_s=LEASE_S)
+            directory = open_directory(self.config.directory)
+            self._publication = Publication(directory, self._log, self.config.instance, listing)
+            self._context.start_task(self._publication.run)
 
     @override
     def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
@@ -390,6 +405,8 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             self._directory.withdraw()
         if self._registry is not None:
             self._registry.withdraw(self.me)
+        if self._publication is not None:
+            self._publication.drain()
 
     @override
     def _note_refused(self, event: ev.PrefillEvent, failure: Failure) -> None:

@@ -174,8 +174,8 @@ def shown(effect: object) -> object:
 LASTING: Final = frozenset(
     {
         *(ev.ConnectFailed, ev.ConnectionLost, ev.ConnectionObstructed, ev.ConnectionRefused, ev.FenceImpossible),
-        *(ev.HelloChecked, ev.InstanceFound, ev.LookUpRefused, ev.PeerFenced, ev.PeerRevoked, ev.ProbeFinished),
-        *(ev.ReplyLost, ev.RoutesCompiled, Goodbye, Hello, Refuse, Welcome),
+        *(ev.HelloChecked, ev.InstanceDoubted, ev.InstanceFound, ev.LookUpRefused, ev.PeerFenced, ev.PeerRevoked),
+        *(ev.ProbeFinished, ev.ReplyLost, ev.RoutesCompiled, Goodbye, Hello, Refuse, Welcome),
         *(ef.CheckHello, ef.CompileRoutes, ef.Connect, ef.Disconnect, ef.DisconnectTransport, ef.LookUp),
     }
 )

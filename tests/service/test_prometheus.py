@@ -30,7 +30,7 @@ DASHBOARD = ROOT / "deploy/grafana/kvflow.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 SYMPTOMS = ROOT / "docs/symptoms.md"
 TOOLS = f"{os.environ['PATH']}:{ROOT}/.cache/prometheus/usr/bin"
-"""Where scripts/install-prometheus.sh puts them, or the machine has them."""
+"""Where scripts/unpack-package.sh puts them, or the machine has them."""
 
 QUERY = re.compile(r"`([^`]*kvflow_[^`]*)`")
 NAME = re.compile(r"kvflow_[a-z_]+")
@@ -48,7 +48,7 @@ scrape_configs:
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus", path=TOOLS) is None, reason="scripts/install-prometheus.sh gets it"),
+    pytest.mark.skipif(shutil.which("prometheus", path=TOOLS) is None, reason="scripts/unpack-package.sh gets it"),
 ]
 
 

@@ -253,8 +253,8 @@ async def test_connections_to_addresses_are_bounded_and_closed_when_unused(monke
     async with prefill_ranks() as ranks, decode_rank() as decode:
         await hand_over(ranks, decode, ranks[0].ticket(1), 1)
         await hand_over(ranks, decode, Endpoint.parse(ranks[0].endpoint), 2)
-        assert len(decode._directories._at) <= 1
-        await until(lambda: not decode._directories._at)
+        assert len(decode._directories._addresses._clients) <= 1
+        await until(lambda: not decode._directories._addresses._clients)
 
 
 def test_blocking_ranks_need_no_registry() -> None:

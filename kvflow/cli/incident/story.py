@@ -30,6 +30,7 @@ ALWAYS_WRONG: Final[Mapping[type, str]] = {
     ev.SendRefused: "the room was refused: {detail}",
     ev.ConnectFailed: "{event.peer} cannot be connected to: {detail}",
     ev.ConnectionRefused: "{event.peer} has refused the connection: {detail}",
+    ev.InstanceDoubted: "the directory does not list {event.instance} any more",
     ev.LookUpRefused: "the directory does not answer: {detail}",
     ev.PlanFailed: "the pages could not be read: {detail}",
     ev.PostInDoubt: "a write to {event.delivery.peer} may not have ended: {detail}",

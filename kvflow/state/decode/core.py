@@ -150,6 +150,8 @@ class DecodeCore:
                 return []
             case ev.ConnectionLost():
                 return self._connection_lost(event.peer, now)
+            case ev.InstanceDoubted(name):
+                return self._doubt(name, now)
             case ev.ProbeFinished():
                 effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
                 return self._process_ended(event.peer, now) if event.is_gone else effects
@@ -280,6 +282,11 @@ class DecodeCore:
             return self.instances.suspect(peer, now)
         known.disconnected()
         return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
+
+    def _doubt(self, name: str, now: float) -> list[DecodeEffect]:
+        """Treat the ranks of an instance as if their connections had broken. Those that are well answer at once."""
+        connected = [peer for peer in self.instances.peers_of(name) if self.peers.is_connected(peer)]
+        return [effect for peer in connected for effect in self._connection_lost(peer, now)]
 
     def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         return [*self.peers.probe(peer), *self._ping(peer, now)]

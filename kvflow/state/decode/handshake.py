@@ -285,6 +285,11 @@ class Instances:
         instance = self._instances.find_by_peer(peer)
         return self._serve(instance, now) if instance is not None and self._peers.are_ready(instance) else []
 
+    def peers_of(self, name: str) -> list[PeerId]:
+        """Return the ranks of an instance that were found last."""
+        instance = self._instances.named(name)
+        return [] if instance is None else instance.peers
+
     def suspect(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Look up the instance of a rank whose connection broke, because the rank may have restarted."""
         instance = self._instances.find_by_peer(peer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvflow.addresses import SCHEME
 from kvflow.errors import FailureReason
 from kvflow.state.decode.deadlines import HandshakeDeadline
 from kvflow.state.decode.dialing import HandshakeContext
@@ -163,7 +164,8 @@ class Obstacles:
         if instance.state is not InstanceState.LOOKING_UP:
             return next(self._silent(instance), "one of its ranks is still connecting")
         if instance.found is None:
-            if isinstance(instance.ref, InstanceAddress):
+            is_elsewhere = bool(self._registry) and not self._registry.startswith(SCHEME)
+            if isinstance(instance.ref, InstanceAddress) or is_elsewhere:
                 return instance.refusal or "no answer"
             registry = f"the registry at {self._registry}" if self._registry else "the registry"
             silence = f"{registry} does not answer"

@@ -31,6 +31,7 @@ __all__ = [
     "DigestsVerified",
     "FenceImpossible",
     "InstanceAddress",
+    "InstanceDoubted",
     "InstanceFound",
     "InstanceRef",
     "Landed",
@@ -223,6 +224,12 @@ class LookUpRefused(msgspec.Struct, frozen=True):
     is_short: bool = False
 
 
+class InstanceDoubted(msgspec.Struct, frozen=True):
+    """A directory does not list an instance any more, or lists another process. This is no proof: it may lie."""
+
+    instance: str
+
+
 class ConnectionLost(msgspec.Struct, frozen=True):
     """The connection to a prefill rank broke; the shell is reconnecting."""
 
@@ -305,6 +312,7 @@ DecodeEvent = (
     | ConnectionObstructed
     | ConnectionRefused
     | LookUpRefused
+    | InstanceDoubted
     | MessageReceived
     | NoticeDelivered
     | ProbeFinished
