@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvflow.checks import check_integer, set_field
 from kvflow.errors import ConfigError
@@ -35,6 +34,7 @@ characters, and raises an error that is not an OSError.
 
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+DIRECTORY: Final = re.compile(r"(?P<scheme>\w+)://(?P<hosts>[^/?]*)(?P<path>[^?]*)(\?(?P<options>.*))?", re.ASCII)
 HOST_PORT: Final = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9:.%-]+\]):[0-9]{1,5}", re.ASCII)
 
 DIRECTORY_OPTIONS: Final[Mapping[str, frozenset[str]]] = {
@@ -158,30 +158,30 @@ class DirectoryURL:
     @classmethod
     def parse(cls, setting: str, url: str) -> "DirectoryURL":
         """Parse a URL; the error has the setting."""
-        parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        allowed = DIRECTORY_OPTIONS.get(parts.scheme)
-        if allowed is None:
+        parts = DIRECTORY.fullmatch(url)
+        allowed = None if parts is None else DIRECTORY_OPTIONS.get(parts["scheme"])
+        if parts is None or allowed is None:
             raise ConfigError(
                 "address must have the form tcp://HOST:PORT, file:///DIRECTORY, etcd://HOST:PORT/PREFIX or "
                 "kubernetes://NAMESPACE/SERVICE",
                 setting=setting,
                 value=url,
             )
+        scheme, path = parts["scheme"], parts["path"]
+        hosts = tuple(filter(None, parts["hosts"].split(",")))
+        if "@" in parts["hosts"]:
+            raise ConfigError("URL must not contain a password: name a password_file", setting=setting)
+        options = dict(option.partition("=")[::2] for option in filter(None, (parts["options"] or "").split("&")))
         if not options.keys() <= allowed:
             raise ConfigError("URL has unknown options", setting=setting, value=url, options=sorted(allowed))
-        if "@" in parts.netloc:
-            raise ConfigError("URL must not contain a password: name a password_file", setting=setting)
-        path = unquote(parts.path)
-        hosts = tuple(filter(None, parts.netloc.split(",")))
-        if parts.scheme == "file":
+        if scheme == "file":
             is_complete = not hosts and path.startswith("/")
         else:
             path = path.strip("/")
-            is_complete = bool(hosts) and (parts.scheme == "etcd" or bool(path))
-        if not is_complete or (parts.scheme == "etcd" and not all(HOST_PORT.fullmatch(host) for host in hosts)):
+            is_complete = bool(hosts) and (scheme == "etcd" or bool(path))
+        if not is_complete or (scheme == "etcd" and not all(HOST_PORT.fullmatch(host) for host in hosts)):
             raise ConfigError("URL is incomplete", setting=setting, value=url)
-        return cls(url, parts.scheme, hosts, path, options)
+        return cls(url, scheme, hosts, path, options)
 
 
 def check_registry(setting: str, address: object, trust: Trust | None) -> None:

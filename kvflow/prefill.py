@@ -1,7 +1,8 @@
 """The prefill side: what an engine embeds in each prefill worker."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, assert_never
 
 from typing_extensions import Unpack, override
@@ -12,16 +13,7 @@ from kvflow.bounds import Bounds
 from kvflow.checks import check_argument, check_traceparent
 from kvflow.config import PrefillConfig
 from kvflow.control.reading import OrderedReading
-from kvflow.directory import (
-    DIRECTORY_KINDS,
-    LEASE_S,
-    DirectoryMessage,
-    DirectoryService,
-    Listing,
-    Publication,
-    RegistryClient,
-    open_directory,
-)
+from kvflow.directory import DIRECTORY_KINDS, DirectoryMessage, DirectoryService, RegistryClient, publish
 from kvflow.errors import FailureReason, RemoteProtocolError, Stage, Unreachable
 from kvflow.gate.identity import AUTHORIZED, message_denial, name_denial
 from kvflow.gate.rates import ListenerGate
@@ -108,7 +100,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
         super().__init__(config, layout, backend, ports=ports, tracer=tracer)
         self._directory: DirectoryService | None = None
         self._registry: RegistryClient | None = None
-        self._publication: Publication | None = None
+        self._withdrawals: list[Callable[[], None]] = []
         self._endpoint: str | None = None
         self._next_call = itertools.count().__next__
         self.offers = OfferQueue(self._check_open, self._dispatch, self._new_failure)
@@ -229,23 +221,18 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
     def _publish(self, backend: str) -> None:
         """Register this rank, or answer lookups of its instance if there is no registry."""
-        record = RankRecord(
-            peer=self.me,
-            num_ranks=self.config.num_ranks,
-            endpoint=self.endpoint,
-            backend=backend,
-            layout=self.layout,
-        )
+        num_ranks, endpoint = self.config.num_ranks, self.endpoint
+        record = RankRecord(peer=self.me, num_ranks=num_ranks, endpoint=endpoint, backend=backend, layout=self.layout)
         if self._registry is not None:
             self._registry.publish(record)
+            self._withdrawals.append(partial(self._registry.withdraw, self.me))
         else:
             self._directory = DirectoryService(self._listener, self._gate, self._ports.now, self._anomalies, record)
             self._resources.callback(self._directory.close)
+            self._withdrawals.append(self._directory.withdraw)
         if self.config.directory is not None:
-            listing = Listing(endpoint=self.endpoint, identity=str(self.me), lease_s=LEASE_S)
-            directory = open_directory(self.config.directory)
-            self._publication = Publication(directory, self._log, self.config.instance, listing)
-            self._context.start_task(self._publication.run)
+            publication = publish(self.config.directory, self._log, self.me, self.endpoint, self._context.start_task)
+            self._withdrawals.append(publication.drain)
 
     @override
     def _perform(self, effect: ef.PrefillEffect) -> None:  # noqa: C901, PLR0912 - one case per effect
@@ -401,12 +388,8 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
 
     @override
     def _unregister(self) -> None:
-        if self._directory is not None:
-            self._directory.withdraw()
-        if self._registry is not None:
-            self._registry.withdraw(self.me)
-        if self._publication is not None:
-            self._publication.drain()
+        for withdraw in self._withdrawals:
+            withdraw()
 
     @override
     def _note_refused(self, event: ev.PrefillEvent, failure: Failure) -> None:

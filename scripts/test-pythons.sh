@@ -5,7 +5,8 @@
 set -eu
 
 cache=$1
-packages="aiohttp anyio hypothesis msgspec numpy pytest pytest-timeout pytest-xdist pyzmq structlog typing-extensions"
+packages="aiohttp anyio hypothesis lightkube msgspec numpy pytest pytest-timeout pytest-xdist pyzmq structlog"
+packages="$packages trustme typing-extensions"
 tests="tests/aio tests/geometry tests/observe tests/directory tests/state tests/wire tests/control tests/test_hosts.py"
 ranks="tests/service/test_transfer.py tests/service/test_blocking.py tests/service/test_handshakes.py"
 

@@ -29,7 +29,7 @@ class _Persistence:
     def __init__(self, directory: Directory, log: BoundLogger) -> None:
         self._log = log.bind(registry=directory.url.url)
         self._pause_s = PAUSE_S[0]
-        self._trouble = ""
+        self._is_in_trouble = False
 
     async def repeat(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Make an attempt again and again, until cancelled."""
@@ -37,24 +37,28 @@ class _Persistence:
             try:
                 await attempt()
             except ListingTaken as error:
-                other = error.other
-                self._note("registration_conflict", str(error), other=other.identity, other_endpoint=other.endpoint)
+                if self._begin_trouble():
+                    other = error.other
+                    self._log.error(
+                        "registration_conflict", other=other.identity, other_endpoint=other.endpoint, refused=True
+                    )
             except DirectoryDown as error:
-                self._note("directory_down", str(error))
+                if self._begin_trouble():
+                    self._log.warning("directory_down", detail=str(error))
             await anyio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
 
     def note_answer(self) -> None:
         """Note that the directory works."""
         self._pause_s = PAUSE_S[0]
-        if self._trouble:
-            self._trouble = ""
+        if self._is_in_trouble:
+            self._is_in_trouble = False
             self._log.info("directory_back")
 
-    def _note(self, kind: str, detail: str, **values: str) -> None:
-        if not self._trouble:
-            self._log.warning(kind, detail=detail, **values)
-        self._trouble = detail
+    def _begin_trouble(self) -> bool:
+        """Return whether this is new trouble."""
+        was_in_trouble, self._is_in_trouble = self._is_in_trouble, True
+        return not was_in_trouble
 
 
 class Subscription:

@@ -1,10 +1,25 @@
 """What a directory's URL opens. The libraries that some of them need are loaded only for those."""
 
-from kvflow.addresses import DirectoryURL
-from kvflow.directory.listings import Directory
-from kvflow.errors import ConfigError
+from collections.abc import Callable
 
-__all__ = ["open_directory"]
+from kvflow.addresses import DirectoryURL
+from kvflow.directory.following import Publication
+from kvflow.directory.listings import LEASE_S, Directory, Listing
+from kvflow.errors import ConfigError
+from kvflow.observe.logs import BoundLogger
+from kvflow.wire.messages import PeerId
+
+__all__ = ["open_directory", "publish"]
+
+
+def publish(
+    url: DirectoryURL, log: BoundLogger, peer: PeerId, endpoint: str, start_task: Callable[..., object]
+) -> Publication:
+    """Start a task that keeps an instance listed at the endpoint of its first rank; raises as `open_directory`."""
+    listing = Listing(endpoint=endpoint, identity=str(peer), lease_s=LEASE_S)
+    publication = Publication(open_directory(url), log, peer.rank.instance, listing)
+    start_task(publication.run)
+    return publication
 
 
 def open_directory(url: DirectoryURL) -> Directory:

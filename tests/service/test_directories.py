@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import kvflow
-from kvflow.directory import Listing
+from kvflow.directory.listings import Listing
 from kvflow.errors import FailureReason, TransferFailed
 from tests.observe.lines import printed
 from tests.support.etcd_server import NEEDS_ETCD, EtcdServer

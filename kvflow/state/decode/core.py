@@ -148,10 +148,8 @@ class DecodeCore:
             case ev.LookUpRefused() | ev.ConnectionObstructed():
                 self.instances.obstacles.note_obstacle(event)
                 return []
-            case ev.ConnectionLost():
-                return self._connection_lost(event.peer, now)
-            case ev.InstanceDoubted(name):
-                return self._doubt(name, now)
+            case ev.ConnectionLost() | ev.InstanceDoubted():
+                return self._doubt(event, now)
             case ev.ProbeFinished():
                 effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
                 return self._process_ended(event.peer, now) if event.is_gone else effects
@@ -272,6 +270,13 @@ class DecodeCore:
         self.instances.obstacles.note_obstacle(event)
         return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
 
+    def _doubt(self, event: ev.ConnectionLost | ev.InstanceDoubted, now: float) -> list[DecodeEffect]:
+        """Treat the ranks of a doubted instance as if their connections had broken: those that are well answer soon."""
+        if isinstance(event, ev.ConnectionLost):
+            return self._connection_lost(event.peer, now)
+        connected = [peer for peer in self.instances.peers_of(event.instance) if self.peers.is_connected(peer)]
+        return [effect for peer in connected for effect in self._connection_lost(peer, now)]
+
     def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Probe a rank whose connection broke, and send it nothing new until it is heard from."""
         known = self.peers.find(peer)
@@ -282,11 +287,6 @@ class DecodeCore:
             return self.instances.suspect(peer, now)
         known.disconnected()
         return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
-
-    def _doubt(self, name: str, now: float) -> list[DecodeEffect]:
-        """Treat the ranks of an instance as if their connections had broken. Those that are well answer at once."""
-        connected = [peer for peer in self.instances.peers_of(name) if self.peers.is_connected(peer)]
-        return [effect for peer in connected for effect in self._connection_lost(peer, now)]
 
     def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         return [*self.peers.probe(peer), *self._ping(peer, now)]

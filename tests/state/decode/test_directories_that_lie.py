@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from kvflow.state import events as ev
 from kvflow.state.effects import DecodeEffect, Disconnect, LookUp, ProbePeer
-from kvflow.wire.messages import Hello, PeerId, Refuse
+from kvflow.wire.messages import Grant, Hello, PeerId, Ping, Pong, Refuse
 from tests.support.cores import (
     DECODE,
     OTHER_PREFILL,
@@ -45,6 +45,35 @@ def test_a_rank_is_probed_where_it_has_said_that_it_listens(core: DecodeDriver) 
     connect(core, PREFILL, listed=LIE, said=endpoint_of(PREFILL))
     assert of_kind(core(ev.ConnectionLost(PREFILL)), ProbePeer) == [ProbePeer(PREFILL, endpoint_of(PREFILL))]
     assert reports(core(ev.ProbeFinished(PREFILL, is_gone=True))) == SAFE
+
+
+def test_an_instance_that_is_not_listed_any_more_is_asked_at_once_and_goes_on_if_it_answers(core: DecodeDriver) -> None:
+    connect(core, PREFILL, listed=LIE, said=endpoint_of(PREFILL))
+    effects = core(ev.InstanceDoubted("prefill"))
+    assert of_kind(effects, ProbePeer) == [ProbePeer(PREFILL, endpoint_of(PREFILL))]
+    assert [to for to, _ in messages(effects, Ping)] == [PREFILL]
+    assert of_kind(effects, LookUp) == [LookUp("prefill")]
+    assert not reports(effects), "the directory may lie"
+    assert not messages(core(request(8, room=8)), Grant)
+    assert len(messages(core.hear(PREFILL, Pong(peer=PREFILL)), Grant)) == 1
+
+
+def test_doubts_about_an_instance_that_is_not_connected_change_nothing(core: DecodeDriver) -> None:
+    assert core(ev.InstanceDoubted("prefill")) == []
+    core(request())
+    core.compiled(core.found(PREFILL))
+    assert core(ev.InstanceDoubted("prefill")) == []
+
+
+def test_a_process_that_is_listed_instead_replaces_one_that_is_silent(core: DecodeDriver) -> None:
+    connect(core, PREFILL, listed=endpoint_of(PREFILL), said=endpoint_of(PREFILL))
+    core(ev.InstanceDoubted("prefill"))
+    successor = peer("prefill", incarnation=2)
+    hellos = core.compiled(core.found(successor))
+    ((_, hello),) = messages(hellos, Hello)
+    assert isinstance(hello, Hello)
+    effects = core.hear(successor, welcome_of(successor, hello, endpoint="tcp://10.0.0.2:7000"))
+    assert reports(effects) == DRAINING, "its pages wait for a proof"
 
 
 def test_a_rank_that_has_not_said_where_it_listens_is_not_probed(core: DecodeDriver) -> None:
