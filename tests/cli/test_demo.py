@@ -1,8 +1,10 @@
 """The demo as a new user runs it: real processes, a real transport, a real model."""
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvflow.cli.demo import ranks, router
+from kvflow.cli.demo import migration, ranks, router, sides
+from kvflow.cli.demo.migration import MARGIN
 from kvflow.cli.demo.models import LanguageModel, load_model
-from kvflow.cli.demo.options import KV_HEADS, MODELS
+from kvflow.cli.demo.options import KV_HEADS, MODELS, DemoOptions, SideName
 from kvflow.cli.demo.pools import RankPool, rebuild_cache
 from kvflow.cli.main import main
 from kvflow.cli.smollm2 import prepare_smollm2
@@ -115,6 +118,45 @@ def test_a_text_that_ends_early_does_not_move(capsys: pytest.CaptureFixture[str]
         patch.setattr(LanguageModel, "ends_with", ends_early)
         assert main(["demo", "--migrate", "--model", "tiny", "--backend", "memory"]) == 0
     assert "none: the text was complete before" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("num_chunks", [pytest.param(4, marks=pytest.mark.slow), pytest.param(MARGIN, id="last chunk")])
+def test_a_text_goes_on_where_it_was_if_the_other_server_is_killed(
+    num_chunks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is stopped before the chunk is sent, so that it cannot take it, and killed afterwards."""
+    second: list[subprocess.Popen[bytes]] = []
+    sent: list[tuple[int, int]] = []
+    send, open_process = migration._send, sides._open_process
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            second.append(self)
+
+    def open_side(side: SideName, options: DemoOptions) -> AbstractContextManager[Any]:
+        return open_process(side, options) if side == "second" else sides._open_thread(side, options)
+
+    def send_and_kill(senders: Any, pools: Any, start: int, stop: int, **options: Any) -> None:
+        is_now = len(sent) == num_chunks
+        if is_now:
+            while not all(sender.wanted for sender in senders):  # it has granted its pages
+                senders[0].wait(0.01)
+            second[0].send_signal(signal.SIGSTOP)
+        sent.append((start, stop))
+        send(senders, pools, start, stop, **options)
+        if is_now:
+            second[0].kill()
+
+    monkeypatch.setattr(sides, "_open_process", open_side)
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(migration, "_send", send_and_kill)
+    options = ["demo", "--migrate", "--model", "tiny", "--backend", "nixl", "--json"]
+    assert main([*options, "--prompt", "x" * TINY_PROMPT_TOKENS]) == 0
+    result = check(capsys.readouterr().out, identical=True, tokens=48)
+    assert result["migration"]["failed"].startswith("transfer failed")
+    assert len(sent) > num_chunks
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ class Text(NamedTuple):
         at_s: When the last one was generated, or when the first one that is generated here was.
         gap_s: Median time between two tokens.
         num_bytes: Bytes that have moved here.
+        why: Why the request has not moved, unless it was complete before; else empty.
     """
 
     tokens: list[int]
@@ -39,6 +40,7 @@ class Text(NamedTuple):
     at_s: float
     gap_s: float = 0.0
     num_bytes: int = 0
+    why: str = ""
 
 
 def move_request(
@@ -50,6 +52,8 @@ def move_request(
     num_tokens: int,
 ) -> Text:
     """Generate a quarter of the tokens, offer the request to the other server, and go on until its pages have left.
+
+    If they do not arrive there, this server goes on: until then it keeps everything that it needs to.
 
     Args:
         model: The model.
@@ -79,20 +83,33 @@ def move_request(
     made = offering[0].ask(lambda rank: rank.offers.make_offer(ticket, to="second", tokens=(0, stop))).result()
     sending = [rank.send(ROOM, defer_lease=True) for rank in senders]
     sent = 0
-    while not model.ends_with(tokens) and computed < stop and made.failure is None:
-        _send(sending, pools, sent, computed)
-        sent, computed = computed, generate()
-    if computed < stop:  # the text has ended, or the offer is declined
-        for sender in sending:
-            sender.abort("the request stays where it is")
-        return Text(_complete(model, tokens, cache, num_tokens), True, time.monotonic())
-    _send(sending, pools, sent, stop, metadata=msgspec.json.encode(tokens))
+    try:
+        while not model.ends_with(tokens) and computed < stop and made.failure is None:
+            _send(sending, pools, sent, computed)
+            sent, computed = computed, generate()
+        if computed == stop:
+            _send(sending, pools, sent, stop, metadata=msgspec.json.encode(tokens))
+            _await_arrival(made, sending)
+            gaps = [after - before for before, after in itertools.pairwise(times)]
+            return Text(tokens, False, times[-1], statistics.median(gaps))
+        why = "" if made.failure is None else made.failure.detail
+    except (kvflow.OfferDeclined, kvflow.TransferFailed) as error:
+        why = str(error)
     for sender in sending:
+        sender.abort("the request stays where it is")
+    return Text(_complete(model, tokens, cache, num_tokens), True, time.monotonic(), why=why)
+
+
+def _await_arrival(made: kvflow.MadeOffer, senders: Sequence[blocking.BlockingSender]) -> None:
+    """Wait until all pages have arrived; raise OfferDeclined or TransferFailed if they do not."""
+    while not made.is_answered:
+        time.sleep(STEP_S)
+    if made.failure is not None:
+        raise kvflow.OfferDeclined("offer is declined", detail=made.failure.detail)
+    for sender in senders:
         sender.start_lease()
         sender.wait()
         sender.result()
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    return Text(tokens, False, times[-1], statistics.median(gaps))
 
 
 def _send(

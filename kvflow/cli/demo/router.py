@@ -23,7 +23,7 @@ def run_demo(options: DemoOptions) -> Report:
         `tokens`: how many decode generated. `compute_ms`: how long prefill computed, and meanwhile sent.
         `handover_ms`: from "last chunk ready on prefill" to "decode may run". `stages_ms`: for each stage, the longest
         time that a rank spent in it; stages overlap with each other and with the computation. `migration`: with
-        `options.migrate`, what the move has cost, or None if the text was complete before.
+        `options.migrate`, what the move has cost, why it has failed, or None if the text was complete before.
 
     Raises:
         SideFailed: A side failed.
@@ -63,7 +63,7 @@ def run_demo(options: DemoOptions) -> Report:
 def _migration(moved: Report, answer: Report) -> Report | None:
     """Return what the move of a request has cost: the gap between its tokens, and the median gap before; or None."""
     if moved["is_complete"]:
-        return None
+        return {"failed": moved["why"]} if moved["why"] else None
     return {
         "tokens_before": len(moved["tokens"]),
         "bytes": answer["num_bytes"],
@@ -85,6 +85,8 @@ def print_result(result: Report, *, with_stages: bool = False) -> None:
     }
     if (migration := result.get("migration", {})) is None:
         rows["migration"] = "none: the text was complete before"
+    elif "failed" in migration:
+        rows["migration"] = f"none: the request has stayed where it was: {migration['failed']}"
     elif migration:
         where = "after {tokens_before} tokens; {mb:.1f} MB moved from {decode_tp} to {prefill_tp} ranks of other pages"
         rows["migration"] = where.format(mb=migration["bytes"] / 1e6, **(result | migration))
