@@ -290,6 +290,7 @@ class End(abc.ABC, Generic[AnyRank]):
         self.rank.close()
         with self.engine.paused():
             self.step()
+            self.fail_all(LocalProtocolError("kvflow's end is closed"))
             self.engine.leave()
 
     @abc.abstractmethod

@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from typing_extensions import override
 
 import kvflow
-from kvflow import KvflowError, LocalProtocolError, Outcome
+from kvflow import KvflowError, LocalProtocolError, Memory, Outcome
 from kvflow.blocking import BlockingSender, PrefillRank
 from kvflow.engines.containment import contained
 from kvflow.engines.transformers.engine import LOGGER, End
@@ -66,6 +66,7 @@ class PrefillManager(End[PrefillRank]):
         self._senders: dict[str, BlockingSender] = {}
         self._offered: dict[str, int] = {}
         self._leaving: dict[str, Future[Moved]] = {}
+        self._moving: dict[str, Any] = {}
 
     def add_request(self, input_ids: Sequence[int], room: str, **settings: Any) -> Sent:
         """Compute a prompt and hand it over. Callable from any thread; does not wait.
@@ -99,13 +100,14 @@ class PrefillManager(End[PrefillRank]):
     def move_request(self, request_id: str) -> "Future[Moved]":
         """Take a request of the manager out while it is running, and hand it over with its cache.
 
-        It stops after the token that is being generated, and the manager delivers no more of it. Another one goes on
-        with `DecodeManager.add_request(moved.tokens[:-1], moved.ticket)`: the first token that it delivers is the last
-        one here. It also needs the request's settings; the state of a random generator does not move. Callable from
-        any thread; does not wait.
+        It stops after the token that is being generated. Another manager goes on with
+        `DecodeManager.add_request(moved.tokens[:-1], moved.ticket)`: the first token that it delivers is the last one
+        here. It also needs the request's settings; the state of a random generator does not move. If the transfer
+        fails, the request goes on here once its blocks are safe. Callable from any thread; does not wait.
 
         Raises:
-            LocalProtocolError: In the result: it is not running, or its id is not a valid room. It goes on.
+            LocalProtocolError: In the result: it is not running, or its id is not a valid room; it goes on. Or the end
+                is closed.
         """
         future = self._leaving.setdefault(request_id, Future())
         self.engine.wake()
@@ -130,6 +132,8 @@ class PrefillManager(End[PrefillRank]):
                 continue  # another request may have the room
             if room in self._offered:  # the rest is not needed
                 self.engine.manager.cancel_request(room)
+            elif room in self._moving:
+                self._end_move(room)
             else:
                 self._senders.pop(room, None)
         for room in list(self._offered):
@@ -156,10 +160,19 @@ class PrefillManager(End[PrefillRank]):
         ticket, sender = self.rank.ticket(room), self.rank.send(room)
         tokens = [*state.initial_tokens, *state.generated_tokens]
         self._finish(sender, state, 0)
-        del self.engine.scheduler.active_requests[room]
-        self.engine.hold(room, sender)
+        self._moving[room] = self.engine.scheduler.active_requests.pop(room)
         self._senders[room] = sender
         return Moved(ticket, sender, tokens)
+
+    def _end_move(self, room: str) -> None:
+        """Give up the blocks of a request that has moved; one that has not goes on, once nothing reads its blocks."""
+        sender = self._senders[room]
+        if sender.outcome is Outcome.SUCCESS:
+            self.lose(room)
+        elif sender.memory is Memory.SAFE:
+            LOGGER.warning("kvflow: request %s stays here: %s", room, sender.failure)
+            del self._senders[room]
+            self.engine.scheduler.active_requests[room] = self._moving.pop(room)
 
     def _offer(self, room: str) -> None:
         """Offer complete blocks only: an incomplete one may still be replaced by an equal block of another request."""
@@ -175,6 +188,9 @@ class PrefillManager(End[PrefillRank]):
         self._offered.clear()
         for sender in self._senders.values():
             sender.abort(str(error))
+        for room, state in list(self._moving.items()):
+            self.lose(room)
+            self.engine.fail(state, error)
         self._senders.clear()
         for future in self._leaving.values():
             future.set_exception(LocalProtocolError("manager has failed", detail=str(error)))
@@ -182,6 +198,11 @@ class PrefillManager(End[PrefillRank]):
 
     def lose(self, request_id: str) -> bool:
         """Send the last tokens of a request that has finished, and abort one that was cancelled or failed."""
+        if self._moving.pop(request_id, None) is not None:
+            sender = self._senders.pop(request_id)
+            sender.abort()
+            self.engine.hold(request_id, sender)
+            return True
         if request_id not in self._offered:
             return False
         sender, state = self._senders[request_id], self.engine.scheduler.active_requests.get(request_id)

@@ -85,3 +85,57 @@ def test_what_does_not_run_does_not_move(pair: Pair) -> None:
     with pytest.raises(LocalProtocolError, match="not running"):
         pair.prefill_end.move_request("is handed over").result(20)
     pair.abort("prefill", "is handed over")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_goes_on_where_it_was_if_the_other_manager_does_not_take_it(pair: Pair, *, has_begun: bool) -> None:
+    tokens, room = prompt(30, 45), f"comes back {has_begun}"
+    moved = move(pair, tokens, room, 3)
+    assert len(moved.tokens) < 45 + NUM_TOKENS
+    if has_begun:
+        pair.decode_end.rank.announce(prefill=moved.ticket).abort("no blocks")
+    else:
+        pair.decode_end.rank.decline(prefill=moved.ticket, detail="no blocks")
+    assert goes_on(pair, room) == pair.reference(tokens)
+
+
+def test_a_request_that_moves_can_be_cancelled(pair: Pair) -> None:
+    moved = move(pair, prompt(31, 45), "cancelled", 3)
+    pair.abort("prefill", "cancelled")
+    assert moved.sender.wait(20) is Outcome.ABORTED
+    while pair.used_pages("prefill"):
+        moved.sender.wait(0.01)
+
+
+def test_a_request_goes_on_when_its_end_is_closed() -> None:
+    with Pair() as pair:
+        tokens = prompt(32, 45)
+        move(pair, tokens, "stays", 3)
+        pair.prefill_end.__exit__(None, None, None)
+        assert goes_on(pair, "stays") == pair.reference(tokens)
+
+
+def test_a_request_that_moves_fails_with_its_manager() -> None:
+    with Pair() as pair:
+        moved = move(pair, prompt(33, 45), "lost", 3)
+        with pair.prefill_end.engine.paused():
+            pair.prefill_end.engine.processor.fail_all_requests(RuntimeError("on purpose"))
+        output = pair.prefill_end.engine.manager.output_router.output_queue.get(timeout=20)
+        assert (output.request_id, output.error) == ("lost", "on purpose")
+        assert moved.sender.wait(20) is Outcome.ABORTED
+
+
+def goes_on(pair: Pair, room: str) -> list[int]:
+    """Return the first tokens of a request that goes on in the first manager, and cancel it."""
+    outputs = pair.prefill_end.engine.manager.output_router.output_queue
+    generated: list[int] = []
+    while len(generated) < NUM_TOKENS:
+        output = outputs.get(timeout=20)
+        assert (output.request_id, output.error) == (room, None)
+        generated = output.generated_tokens
+    pair.abort("prefill", room)
+    while pair.used_pages("prefill"):
+        pair.prefill_end.engine.wake()
+    while not outputs.empty():
+        outputs.get()
+    return generated[:NUM_TOKENS]
