@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.error import HTTPError
@@ -1116,9 +1117,10 @@ def test_server_of_both_roles_takes_over_and_hands_on() -> None:
         ranks.close()
 
 
-def test_worker_answers_for_those_after_it() -> None:
-    """The second worker of a server registers with the first one."""
-    options = read_options({"timeouts": TIMEOUTS})
+@pytest.mark.parametrize("has_directory", [False, True])
+def test_worker_answers_for_those_after_it(tmp_path: Path, *, has_directory: bool) -> None:
+    """The second worker of a server registers with the first one, which alone is listed in a directory."""
+    options = read_options({"timeouts": TIMEOUTS, "registry": f"file://{tmp_path}" if has_directory else None})
     shared: list[str] = []
 
     def share(value: str | None) -> str:

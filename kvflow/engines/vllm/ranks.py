@@ -11,7 +11,7 @@ from typing import Any
 import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
-from kvflow.addresses import join_address, split_address
+from kvflow.addresses import SCHEME, join_address, split_address
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
@@ -123,13 +123,13 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
 
         prefill = decode = None
         if place.is_prefill and place.engine_rank == 0:
-            prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry, place.port))
+            prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, port=place.port))
         if place.is_prefill:
             first = place.share(None if prefill is None else prefill.endpoint)
             if options.mooncake_port is not None and place.engine_rank == 0:
                 stack.enter_context(serve_query(options.host, options.mooncake_port, first, loop))
             if prefill is None:
-                prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, options.registry or first))
+                prefill = make(kvflow.blocking.PrefillRank, _prefill_config(options, place, first))
         if place.is_decode:
             decode = make(kvflow.blocking.DecodeRank, _decode_config(options, place))
         return Ranks(
@@ -137,8 +137,11 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
         )
 
 
-def _prefill_config(options: Options, place: Place, registry: str | None, port: int = 0) -> kvflow.PrefillConfig:
+def _prefill_config(options: Options, place: Place, first: str | None = None, port: int = 0) -> kvflow.PrefillConfig:
     bind = join_address(options.host, port)
+    registry = options.registry
+    if first is not None and not (registry or "").startswith(SCHEME):
+        registry = first  # other directories list only the first worker
     return kvflow.PrefillConfig(bind=bind, registry=registry, **_common_settings(options, place))
 
 
