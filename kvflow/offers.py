@@ -191,6 +191,11 @@ class OfferQueue:
         self._open: dict[tuple[PeerId, int], ReceivedOffer] = {}
         self._arrived = Flag()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no offer waits for the engine. Can be read from any thread."""
+        return not self._waiting
+
     async def wait_for_offer(self) -> ReceivedOffer:
         """Wait until another instance offers a room.
 

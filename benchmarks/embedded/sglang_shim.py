@@ -20,12 +20,14 @@ STUBS: Final = frozenset(
         "flashinfer",
         "gguf",
         "loguru",
+        "sglang.kernels.ops.attention.fla.utils",
         "sentencepiece",
         "sgl_kernel",
         "torchao",
         "torchvision",
         "triton",
         "tvm_ffi",
+        "uvicorn",
     ]
 )
 
@@ -78,7 +80,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """An import finder and loader for stub modules."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name.partition(".")[0] in STUBS:
+        if name in STUBS or name.partition(".")[0] in STUBS:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

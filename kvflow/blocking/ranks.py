@@ -303,6 +303,15 @@ class PrefillRank(BlockingRank[PrefillConfig, prefill.PrefillRank, BlockingSende
         """
         return self._opened.endpoint
 
+    @property
+    def has_offers(self) -> bool:
+        """Whether there are offers for the engine, see `kvflow.OfferQueue`. This is cheap: call it in every step.
+
+        Raises:
+            LocalProtocolError: The rank was not opened.
+        """
+        return not self._opened.offers.is_empty
+
     @with_arguments_of(prefill.PrefillRank.send)
     def send(self, *args: Any, **options: Any) -> BlockingSender:
         """Start sending a room; see `kvflow.PrefillRank.send`.

@@ -263,9 +263,10 @@ def test_schedulers_make_and_take_offers_without_waiting(backend: str) -> None:
     ):
         ticket = sending.ticket(1)
         made = offering.ask(lambda rank: rank.offers.make_offer(ticket, to=offered.endpoint, tokens=TOKENS)).result()
-        taken: list[kvflow.ReceivedOffer] = []
-        while not taken:
-            taken = offered.ask(lambda rank: rank.offers.take_offers()).result()
+        while not offered.has_offers:
+            pass
+        taken = offered.ask(lambda rank: rank.offers.take_offers()).result()
+        assert offered.ask(lambda rank: rank.offers.is_empty).result()
         assert offered.ask(lambda _: taken[0].accept()).result()
         while not made.is_answered:
             pass

@@ -60,7 +60,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.ReceiveOptions": (),
         "kvflow.OfferBook": ("make_offer",),
         "kvflow.MadeOffer": ("is_answered", "is_accepted", "accepted"),
-        "kvflow.OfferQueue": ("wait_for_offer", "take_offers"),
+        "kvflow.OfferQueue": ("is_empty", "wait_for_offer", "take_offers"),
         "kvflow.ReceivedOffer": ("accept", "decline"),
         "kvflow.SharedBackend": (),
         "kvflow.QuarantineRecord": (),
@@ -120,7 +120,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "kvflow.known_backends": (),
     },
     "blocking": {
-        "kvflow.blocking.PrefillRank": ("endpoint", "ticket", "send"),
+        "kvflow.blocking.PrefillRank": ("endpoint", "has_offers", "ticket", "send"),
         "kvflow.blocking.DecodeRank": ("receive", "announce", "decline"),
         "kvflow.blocking.ranks.BlockingRank": (
             "open",

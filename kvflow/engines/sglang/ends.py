@@ -248,6 +248,9 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
     num_tokens: int | None = None
     """Tokens of the request without its prefix; see `plugin`, because SGLang passes on only their pages."""
 
+    prefill: Endpoint | None = None
+    """The prefill rank that computes the request, once it is announced."""
+
     transfer: BlockingReceiver | None = None
     _metadata_row = -1
 
@@ -278,8 +281,8 @@ class KvflowKVReceiver(TransferEnd, CommonKVReceiver):
             super()._send_abort_notification()  # in SGLang's own protocol
             return
         with contained(partial(manager.fail, self.bootstrap_room)):
-            prefill = _address_in(self.bootstrap_infos[0])
-            self.transfer = manager.rank.announce(self.bootstrap_room, prefill=prefill, priority=self.priority)
+            self.prefill = _address_in(self.bootstrap_infos[0])
+            self.transfer = manager.rank.announce(self.bootstrap_room, prefill=self.prefill, priority=self.priority)
             manager.follow(self)
 
     @override

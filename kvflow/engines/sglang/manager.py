@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections import defaultdict
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -20,17 +21,24 @@ from typing_extensions import override
 
 import kvflow
 import kvflow.blocking
-from kvflow import Endpoint, Memory, Outcome
+from kvflow import Endpoint, Memory, Outcome, SharedBackend
 from kvflow.addresses import join_address
+from kvflow.blocking import LoopThread
 from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.sglang.bootstrap import name_of_transport, transport_named_in
 from kvflow.engines.sglang.buffers import Shard
 from kvflow.engines.sglang.memory import PoolMap, describe_pools
 from kvflow.engines.sglang.metadata import MetadataRows
-from kvflow.engines.sglang.options import log_what_has_no_effect, refuse_unserved, transport_options
+from kvflow.engines.sglang.options import (
+    log_what_has_no_effect,
+    refuse_turns,
+    refuse_unserved,
+    transport_options,
+)
 from kvflow.engines.sglang.quarantine import QuarantineWatch
 from kvflow.engines.sglang.settings import default_limits, default_timeouts, read_settings
+from kvflow.engines.sglang.turns import TURN_S, TurnHolder, TurnOwner
 from kvflow.engines.times import RequestTimes
 from kvflow.errors import shorten
 from kvflow.geometry import Location, TokenShard
@@ -69,13 +77,23 @@ class KvflowKVManager(CommonKVManager):
         self._ends: dict[Any, TransferEnd] = {}
         self._held: defaultdict[int, list[TransferEnd]] = defaultdict(list)
         self._quarantine = QuarantineWatch(self.settings.releases)
+        self.turns: TurnHolder | TurnOwner | None = None
+        self._threads = ExitStack()
+        self._placement: dict[str, Any] = {"affinity": self.settings.affinity}
         try:
+            if self.settings.return_turns:
+                refuse_turns(disaggregation_mode, args)
+                loop = self._threads.enter_context(LoopThread(self.settings.affinity))
+                backend = SharedBackend(self.settings.backend, self._transport_options)
+                self._placement = {"backend": backend, "loop": loop}
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
             start_doctor(self.settings, LOGGER, self._transport_options)
             if disaggregation_mode == DisaggregationMode.DECODE:
                 self._open_decode()
                 self._start_heartbeat_checker_thread()
         except BaseException:  # when SGLang's ZMQ context is garbage-collected, it waits for sockets that are open
+            self._close_ranks()
+            self._threads.close()
             if hasattr(self, "server_socket"):
                 self.server_socket.close(linger=0)
             raise
@@ -111,31 +129,51 @@ class KvflowKVManager(CommonKVManager):
             self._open_rank(instance, leader, 0)  # the previous rank keeps its port while one of its writes may land
 
     def _open_rank(self, instance: str, leader: str | None, port: int) -> None:
+        wait_s = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+        self.rank: Any = self._open_sending(instance, wait_s, registry=leader, port=port)
+        if self.settings.return_turns:
+            receives = self._open_receiving(instance, TURN_S)
+            self.turns = TurnOwner(self.rank, receives, self.pools, QuarantineWatch(self.settings.releases))
+
+    def _open_decode(self) -> None:
+        self._host = self.local_ip
+        instance = self._share(f"{self.local_ip}/{uuid.uuid4().hex[:12]}")
+        wait_s = max(self.waiting_timeout, envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+        self.rank = self._open_receiving(instance, wait_s)
+        if self.settings.return_turns:
+            self.turns = TurnHolder(self.rank, self._open_sending(instance, TURN_S), self.pools)
+
+    def _open_sending(self, instance: str, wait_s: float, *, registry: str | None = None, port: int = 0) -> Any:
         config = kvflow.PrefillConfig(
             instance=instance,
             engine_rank=self._prefill_unique_rank(),
             num_ranks=self.attn_tp_size * self.pp_size,
-            registry=leader,
+            registry=registry,
             bind=join_address(self._host, port),
-            **self._common_settings(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
+            takes_offers=self.settings.return_turns and self.disaggregation_mode == DisaggregationMode.PREFILL,
+            **self._common_settings(wait_s),
         )
-        self.rank: Any = kvflow.blocking.PrefillRank(config, self.pools.layout, affinity=self.settings.affinity)
-        self.rank.open()
+        return kvflow.blocking.PrefillRank(config, self.pools.layout, **self._placement).open()
 
-    def _open_decode(self) -> None:
+    def _open_receiving(self, instance: str, wait_s: float) -> Any:
         config = kvflow.DecodeConfig(
-            instance=self._share(f"{self.local_ip}/{uuid.uuid4().hex[:12]}"),
+            instance=instance,
             engine_rank=self.attn_tp_rank,
             num_ranks=self.attn_tp_size,
-            advertise=self.local_ip,
+            advertise=self._host,
             **self.settings.for_decode(),
-            **self._common_settings(max(self.waiting_timeout, envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())),
+            **self._common_settings(wait_s),
         )
-        self.rank = kvflow.blocking.DecodeRank(config, self.pools.layout, affinity=self.settings.affinity)
-        self.rank.open()
+        return kvflow.blocking.DecodeRank(config, self.pools.layout, **self._placement).open()
+
+    def _close_ranks(self) -> None:
+        for one in (self.turns, getattr(self, "rank", None)):
+            if one is not None:
+                one.close()
 
     def _common_settings(self, wait_s: float) -> dict[str, Any]:
-        timeouts, limits = default_timeouts(wait_s), default_limits(self.metadata.num_bytes)
+        timeouts = default_timeouts(wait_s)
+        limits = default_limits(self.metadata.num_bytes, returns_turns=self.settings.return_turns)
         return self.settings.for_rank(timeouts, limits) | {"backend_options": self._transport_options}
 
     def _share(self, value: Any) -> Any:
@@ -148,8 +186,8 @@ class KvflowKVManager(CommonKVManager):
         return value
 
     def deregister_buffer_to_engine(self) -> None:
-        """Close the rank, because SGLang is about to free the pools."""
-        self.rank.close()
+        """Close the ranks, because SGLang is about to free the pools."""
+        self._close_ranks()
 
     def register_buffer_to_engine(self) -> None:
         """Open a rank on the pools again, at the same address if it is free."""
@@ -164,10 +202,11 @@ class KvflowKVManager(CommonKVManager):
             self._open_decode()
 
     def teardown(self) -> None:
-        """Close the rank, and stop the threads and sockets of the base class."""
+        """Close the ranks, and stop the threads and sockets of the base class."""
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
-        self.rank.close()
+        self._close_ranks()
+        self._threads.close()
         self.server_socket.close(linger=0)
 
     # Requests

@@ -1,19 +1,20 @@
 """SGLang's own options: which reach the transport, which are refused, and which have no effect."""
 
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import get_ib_devices_for_gpu
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel
+from sglang.srt.runtime_context import get_device, get_disagg, get_memory, get_parallel, get_spec
 
 from kvflow import ConfigError
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.sglang.settings import IB_DEVICE, Settings
 
-__all__ = ["WITHOUT_EFFECT", "log_what_has_no_effect", "refuse_unserved", "transport_options"]
+__all__ = ["WITHOUT_EFFECT", "log_what_has_no_effect", "refuse_turns", "refuse_unserved", "transport_options"]
 
 LOGGER: Final = adapter_logger(__name__)
 
@@ -46,9 +47,30 @@ def refuse_unserved(mode: Any) -> None:
         "the staging buffer of SGLang": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
         "release of pages without a proof": not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
     }
+    _refuse(unserved, "kvflow does not serve this configuration of SGLang")
+
+
+def refuse_turns(mode: Any, args: Any) -> None:
+    """Raise ConfigError for configurations in which turns do not go back to prefill; it names what is unsupported."""
+    parallel, memory = get_parallel(), get_memory()
+    tiers = "enable_hierarchical_cache enable_lmcache enable_flexkv enable_unified_cache_external_linker"
+    unserved = {
+        "several ranks": parallel.tp_size * parallel.pp_size * parallel.num_dp_ranks > 1,
+        "states beside K and V or latents": bool(args.state_types),
+        "draft models": bool(args.num_draft_entries or get_spec().speculative_algorithm),
+        "prefill without a radix cache": mode == DisaggregationMode.PREFILL and memory.disable_radix_cache,
+        "other caches than SGLang's on the device": memory.radix_cache_backend
+        or any(getattr(memory, name) for name in tiers.split()),
+        "decode's offload of its cache": get_disagg().disaggregation_decode_enable_offload_kvcache,
+        "checks of memory in each step": envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get(),
+    }
+    _refuse(unserved, "turns do not go back to prefill with this configuration of SGLang: set return_turns to false")
+
+
+def _refuse(unserved: Mapping[str, object], message: str) -> None:
     found = [name for name, is_used in unserved.items() if is_used]
     if found:
-        raise ConfigError("kvflow does not serve this configuration of SGLang", found=found)
+        raise ConfigError(message, found=found)
 
 
 def log_what_has_no_effect() -> None:

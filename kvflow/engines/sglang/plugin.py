@@ -7,6 +7,7 @@ its closed enum `TransferBackend` has to be added without such an interface.
 import functools
 import importlib.metadata
 import math
+import os
 from typing import Any, Final
 
 from sglang.srt.arg_groups import choices
@@ -16,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvflow import ConfigError
 from kvflow.engines.priority import priority_class
+from kvflow.engines.sglang.settings import read_settings
 
 __all__ = ["NAME", "activate"]
 
@@ -55,6 +57,10 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     if class_type == kinds.MANAGER:
         _check_version()
         _hook_queues()
+        if read_settings(os.environ).return_turns:
+            from kvflow.engines.sglang.turn_hooks import hook_turns  # noqa: PLC0415
+
+            hook_turns()
     return {
         kinds.MANAGER: KvflowKVManager,
         kinds.SENDER: KvflowKVSender,

@@ -12,6 +12,8 @@ __all__ = ["VARIABLE", "Settings", "default_limits", "default_timeouts", "read_s
 
 VARIABLE: Final = "KVFLOW_SGLANG"
 IB_DEVICE: Final = "--disaggregation-ib-device"
+ANSWER_BYTES: Final = 1 << 20
+"""Four for each token of an answer."""
 
 
 class Settings(AdapterSettings, frozen=True, forbid_unknown_fields=True):
@@ -22,11 +24,13 @@ class Settings(AdapterSettings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         releases: Directory in which an operator names rooms whose pages may be reused without a proof.
+        return_turns: Move finished turns of conversations back to the prefill servers that computed their prompts.
     """
 
     source: ClassVar[str] = VARIABLE
 
     releases: str | None = None
+    return_turns: bool = False
 
     def options_for(
         self, devices: Sequence[str], plugin: str | None, plugin_options: Mapping[str, str]
@@ -72,9 +76,9 @@ def default_timeouts(wait_s: float) -> dict[str, float]:
     return {"lease_s": 10.0, **dict.fromkeys(names, wait_s)}
 
 
-def default_limits(metadata_bytes: int) -> dict[str, int]:
-    """Return limits that allow the size of the metadata."""
-    return {"metadata_bytes": max(Limits().metadata_bytes, metadata_bytes)}
+def default_limits(metadata_bytes: int, *, returns_turns: bool = False) -> dict[str, int]:
+    """Return limits that allow the size of the metadata, and of the tokens of an answer if turns go back."""
+    return {"metadata_bytes": max(Limits().metadata_bytes, metadata_bytes, ANSWER_BYTES if returns_turns else 0)}
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

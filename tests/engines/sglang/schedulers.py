@@ -556,8 +556,7 @@ class DecodeScheduler(Scheduler):
             disagg_decode_prealloc_queue=None,
         )
         pool = decode_module.DecodeReqToTokenPool(ROWS, LONGEST, "cpu", enable_memory_saver=False, pre_alloc_size=ROWS)
-        tree = MagicMock()
-        tree.supports_mamba.return_value = False
+        tree = self._make_tree(pool)
         self.transfers = decode_module.DecodeTransferQueue(self.rows, self.metadata, scheduler, tree)
         self.queue = decode_module.DecodePreallocQueue(
             req_to_token_pool=pool,
@@ -581,6 +580,12 @@ class DecodeScheduler(Scheduler):
         self.proofs: list[str] = []
         self.transfers._observe_deferred_kv_release = lambda duration_seconds, outcome: self.proofs.append(outcome)
         decode_module.release_kv_cache = self._release
+
+    def _make_tree(self, rows: Any) -> Any:
+        """Return a stub of the cache of prefixes."""
+        tree = MagicMock()
+        tree.supports_mamba.return_value = False
+        return tree
 
     def _release(self, request: Any, *_: Any, **__: Any) -> None:
         if request.kv.req_pool_idx is not None:

@@ -144,6 +144,74 @@ for size, stages in ((2, 1), (1, 2)):
     ]
 
 
+def test_turns_do_not_go_back_with_what_is_not_served() -> None:
+    refused = answer("""
+from contextlib import ExitStack
+from types import SimpleNamespace
+import sglang.srt.runtime_context as runtime
+from sglang.srt.disaggregation.utils import DisaggregationMode
+sides.prepare("decode", 1, Model())
+sides.set_rank(Rank(1, 0))
+found = []
+def attempt(*states, draft=0, mode="PREFILL", **server):
+    try:
+        with runtime.get_context().override_server_args(**server):
+            options.refuse_turns(DisaggregationMode[mode], SimpleNamespace(state_types=states, num_draft_entries=draft))
+    except ConfigError as error:
+        found.append(error.values["found"])
+attempt()
+attempt(disable_radix_cache=True, mode="DECODE")
+attempt("mamba")
+attempt(draft=2)
+attempt(speculative_algorithm="EAGLE")
+attempt(disable_radix_cache=True)
+for name in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"):
+    attempt(**{name: True})
+attempt(radix_cache_backend="mine")
+attempt(disaggregation_decode_enable_offload_kvcache=True)
+os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
+attempt()
+del os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"]
+one = {"tp_size": 1, "moe_tp_size": 1, "attn_tp_size": 1, "pp_size": 1, "num_dp_ranks": 1}
+for more in ({"tp_size": 2, "moe_tp_size": 2, "attn_tp_size": 2}, {"pp_size": 2}, {"num_dp_ranks": 2}):
+    runtime.get_parallel().override_permanently(**one | more)
+    attempt()
+""")
+    assert refused == [
+        ["states beside K and V or latents"],
+        *[["draft models"]] * 2,
+        ["prefill without a radix cache"],
+        *[["other caches than SGLang's on the device"]] * 5,
+        ["decode's offload of its cache"],
+        ["checks of memory in each step"],
+        *[["several ranks"]] * 3,
+    ]
+
+
+def test_prompts_are_remembered_up_to_a_limit() -> None:
+    found = answer("""
+from array import array
+from types import SimpleNamespace
+from kvflow.engines.sglang.turns import PromptBook
+book, found = PromptBook(maximum=50), []
+def note(room, count, **more):
+    names = ("multimodal_inputs", "positional_embed_overrides", "input_embeds", "session", "beam_group")
+    names += ("extra_key", "cache_salt", "priority", "skip_radix_cache_insert")
+    request = dict.fromkeys(names) | {"bootstrap_room": room, "origin_input_ids": array("q", range(count))} | more
+    book.note_request(SimpleNamespace(**request))
+for room in (1, 2, 3, 2):
+    note(room, 20)
+note(4, 1, multimodal_inputs=object())
+note(5, 1, skip_radix_cache_insert=True)
+for room in (1, 2, 2, 3, 4, 5):
+    prompt = book.take_prompt(f"turn-{room}")
+    found.append(prompt and len(prompt.token_ids))
+note(6, 50)
+found.append(len(book.take_prompt("turn-6").token_ids))
+""")
+    assert found == [None, 20, None, 20, None, None, 50]
+
+
 def test_devices_reach_the_transport() -> None:
     """NIXL cannot start with a device that this host does not have."""
     found = answer("""

@@ -58,6 +58,13 @@ class Worker:
         self.close()
         self.side = engines.ENGINES[self.mode](port, models.Rank(1, 0))
 
+    def converse(self, port: int) -> None:
+        """Create a server of conversations, which steps by itself."""
+        from tests.engines.sglang import turns  # noqa: PLC0415 - imports SGLang's whole scheduler
+
+        self.close()
+        self.side = turns.SERVERS[self.mode](port, models.Rank(1, 0))
+
     def wait(self) -> None:
         """Wait for the next command, one line, while an engine goes on."""
         while isinstance(self.side, engines.Engine) and not select.select([sys.stdin], [], [], 0)[0]:
