@@ -168,10 +168,9 @@ class DecodeManager(End[DecodeRank]):
         state.status = RequestStatus.DECODING
         self._share(one)
         has_finished = state.update_and_check_completion(first.token, first.logprob)
+        engine.scheduler.active_requests[state.request_id] = state
         if has_finished:
-            engine.free(state.request_id)
-        else:
-            engine.scheduler.active_requests[state.request_id] = state
+            engine.scheduler.finish_request(state.request_id)
         if has_finished or state.streaming:
             engine.deliver(state)
 

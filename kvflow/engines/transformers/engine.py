@@ -51,6 +51,7 @@ NAMES: Final = """
     batch_processor.prepare_next_batch
 
     batch_processor.scheduler.active_requests batch_processor.scheduler.add_waiting_request
+    batch_processor.scheduler.finish_request
     batch_processor.scheduler.safety_margin batch_processor.scheduler.schedule_batch
     batch_processor.scheduler.starved_requests batch_processor.scheduler.waiting_requests
 
@@ -98,12 +99,12 @@ class Engine:
 
     # Taking part
 
-    def join(self, end: "End[Any]", rank: PrefillRank | DecodeRank) -> None:
+    def join(self, end: "End[Any]") -> None:
         """Make an end part of the generation loop."""
         prepare, schedule = self.processor.prepare_next_batch, self.scheduler.schedule_batch
         has_pending, fail_all = self.processor.has_pending_requests, self.processor.fail_all_requests
         fail_one = self.processor._handle_request_error
-        wake_up = WakeUp(rank)
+        wake_up = WakeUp(end, self.manager._wake_up_loop)
 
         def add_request(input_ids: Any, request_id: str | None = None, *rest: Any, **settings: Any) -> str | None:
             if request_id is not None and end.has(request_id):
@@ -190,11 +191,14 @@ class Engine:
             raise ConfigError("settings of the request cannot be used", detail=str(error)) from error
 
     def has(self, request_id: str) -> bool:
-        """Return whether the manager has a request, whether or not kvflow moves it. Callable from any thread."""
+        """Return whether the manager or an end of kvflow has a request. Callable from any thread."""
         waiting = self.manager.input_queue
         with waiting.mutex:
             if any(state.request_id == request_id for state in waiting.queue):
                 return True
+        wake_up = self.manager._wake_up_loop
+        if isinstance(wake_up, WakeUp) and any(end.has(request_id) for end in wake_up.ends):
+            return True
         return request_id in self.scheduler.active_requests or request_id in self.scheduler.waiting_requests
 
     @property
@@ -281,7 +285,7 @@ class End(abc.ABC, Generic[AnyRank]):
 
     def __enter__(self) -> Self:
         self.rank.open()
-        self.engine.join(self, self.rank)
+        self.engine.join(self)
         return self
 
     def __exit__(
@@ -316,11 +320,19 @@ class End(abc.ABC, Generic[AnyRank]):
 
 
 class WakeUp(threading.Event):
-    """The event on which an idle generation loop waits: set for new requests, and while transfers have updates."""
+    """The event on which an idle generation loop waits: set for new requests, and while transfers have updates.
 
-    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+    Args:
+        end: An end of kvflow.
+        replaced: The event that it replaces, which may be that of another end.
+
+    Attributes:
+        ends: All ends of the manager.
+    """
+
+    def __init__(self, end: "End[Any]", replaced: threading.Event) -> None:
         super().__init__()
-        self._rank = rank
+        self.ends: list[End[Any]] = [end, *(replaced.ends if isinstance(replaced, WakeUp) else [])]
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def __del__(self) -> None:
@@ -341,8 +353,9 @@ class WakeUp(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        with suppress(LocalProtocolError):  # the rank is closed
-            poll.register(self._rank.fileno(), select.POLLIN)
+        for end in self.ends:
+            with suppress(LocalProtocolError):  # the rank is closed
+                poll.register(end.rank.fileno(), select.POLLIN)
         poll.poll(None if timeout is None else timeout * 1e3)
         return self.is_set()
 

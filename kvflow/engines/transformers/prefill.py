@@ -67,6 +67,7 @@ class PrefillManager(End[PrefillRank]):
         self._offered: dict[str, int] = {}
         self._leaving: dict[str, Future[Moved]] = {}
         self._moving: dict[str, Any] = {}
+        self._handed_back: set[str] = set()
 
     def add_request(self, input_ids: Sequence[int], room: str, **settings: Any) -> Sent:
         """Compute a prompt and hand it over. Callable from any thread; does not wait.
@@ -112,6 +113,23 @@ class PrefillManager(End[PrefillRank]):
         future = self._leaving.setdefault(request_id, Future())
         self.engine.wake()
         return future
+
+    def hand_back(self, request_id: str) -> dict[str, object]:
+        """Send the cache of a request of this manager once it has ended; return its ticket.
+
+        So the manager that computes prompts has it for the next turn of the conversation: with the end's output,
+        `DecodeManager.add_request(tokens[:-1], ticket, max_new_tokens=1)` takes over what its cache of prefixes lacks,
+        where `tokens` are those of the prompt and the output. Callable from any thread, before the request has ended.
+
+        Raises:
+            LocalProtocolError: The id is not a valid room, or the manager has no such request.
+        """
+        ticket = self.rank.ticket(request_id)
+        self._handed_back.add(request_id)
+        if not self.engine.has(request_id):
+            self._handed_back.discard(request_id)
+            raise LocalProtocolError("request is not running", request_id=request_id)
+        return ticket
 
     @override
     def has(self, request_id: str) -> bool:
@@ -186,6 +204,7 @@ class PrefillManager(End[PrefillRank]):
     @override
     def fail_all(self, error: Exception) -> None:
         self._offered.clear()
+        self._handed_back.clear()
         for sender in self._senders.values():
             sender.abort(str(error))
         for room, state in list(self._moving.items()):
@@ -204,9 +223,9 @@ class PrefillManager(End[PrefillRank]):
             self.engine.hold(request_id, sender)
             return True
         if request_id not in self._offered:
-            return False
+            return request_id in self._handed_back and self._send_back(request_id)
         sender, state = self._senders[request_id], self.engine.scheduler.active_requests.get(request_id)
-        has_finished = state is not None and state.status == RequestStatus.FINISHED and bool(state.generated_tokens)
+        has_finished = _has_finished(state)
         is_computed_again = state is not None and not has_finished and state.status != RequestStatus.FAILED
         if has_finished:
             self._finish(sender, state, self._offered.pop(request_id))
@@ -221,12 +240,32 @@ class PrefillManager(End[PrefillRank]):
             self._senders.pop(request_id, None)
         return True
 
+    def _send_back(self, request_id: str) -> bool:
+        """Send the whole cache of a request that has finished; return whether it is held."""
+        state = self.engine.scheduler.active_requests.get(request_id)
+        if state is None or state.status >= RequestStatus.FINISHED:
+            self._handed_back.remove(request_id)
+        if not _has_finished(state):
+            return False
+        try:
+            sender = self._senders[request_id] = self.rank.send(request_id)
+        except KvflowError as error:
+            LOGGER.warning("kvflow: request %s is not handed back: %s", request_id, error)
+            return False
+        self._finish(sender, state, 0)
+        self.engine.hold(request_id, sender)
+        return True
+
     def _finish(self, sender: BlockingSender, state: Any, start: int) -> None:
         with contained(partial(_abort, sender)):
             num_tokens = state.current_len()
             first = FirstToken(state.generated_tokens[-1], state.logprobs[-1] if state.logprobs else None)
             tables = self._map.last(self.engine.blocks(state.request_id), start, num_tokens)
             sender.finish((start, num_tokens), tables, metadata=first.to_bytes())
+
+
+def _has_finished(state: Any) -> bool:
+    return state is not None and state.status == RequestStatus.FINISHED and bool(state.generated_tokens)
 
 
 def _abort(sender: BlockingSender, reason: str) -> None:
