@@ -17,6 +17,7 @@ NAMES: Final = {
     "scale": "cost and memory of a transfer among many, and with many peers",
     "keys": "small requests and connections with keys and without",
     "attack": "what attacks on the control port leave of the work",
+    "offers": "warm-ups and moves of requests beside live ones, drains by moves, changes of role",
     "idle": "CPU of connected ranks with nothing to do",
     "failures": "processes that die, freeze or give up in the middle of a transfer",
     "limits": "cost of each limit at a quarter, a half and the whole of it, and how long it holds the event loop",

@@ -192,6 +192,15 @@ def test_plan_gives_the_handshake_and_every_plan(run: Run) -> None:
     assert all(row["kvflow"] > 0 and row["facts"]["descriptors"] > 0 for row in plans)
 
 
+def test_offers_give_a_row_for_each_case(run: Run) -> None:
+    rows = {row["case"]: row for row in run("offers", "--rounds=1", "--requests=5", "--drained=5")}
+    assert len(rows) == 5
+    assert all(rows[case]["ratio"] > 0 for case in ("beside a warm-up", "one of 5 moves", "drain by moves"))
+    assert rows["move of a request"]["facts"]["bytes"] == 2**20
+    role = rows["prefill server becomes decode server"]
+    assert role["kvflow"] >= 1e3 * role["facts"]["open_s"]
+
+
 @pytest.mark.parametrize("backend", ["memory", "nixl"])
 def test_digest_compares_transfers_with_and_without(backend: str, run: Run) -> None:
     rows = run("digest", "--backend", backend, "--megabytes=1", "--rounds=1", "--page-sizes=1,16")
@@ -252,6 +261,8 @@ def test_rows_are_drawn(tmp_path: Path, run: Run) -> None:
         (["failures", "--cases", "abort-all"], "abort-all"),
         (["failures", "--lease", "0"], "--lease"),
         (["failures", "--backend", "memory"], "memory"),
+        (["offers", "--rounds", "0"], "--rounds"),
+        (["offers", "--backend", "memory"], "memory"),
         (["digest", "--megabytes", "0"], "--megabytes"),
         (["plot", "/nowhere", "rows.png"], "/nowhere"),
     ],

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.config import Timeouts
 from kvflow.errors import CapacityExceeded, FailureReason
 from kvflow.state import events as ev
+from kvflow.state.decode import instances
 from kvflow.state.decode.offers import MAX_OFFERS
 from kvflow.state.effects import LookUp, PassOffer, ReportOffer, WithdrawOffer
+from kvflow.state.prefill import offers as received
 from kvflow.wire.messages import Failure, Goodbye, Message, Offer, OfferAnswered, PeerId, Refuse
 from kvflow.wire.ticket import Ticket
 from tests.support.cores import (
@@ -89,6 +92,24 @@ def test_an_instance_that_is_not_found_is_unreachable() -> None:
     (report,) = of_kind(core.sleep(TIMEOUT_S), ReportOffer)
     assert report.failure.reason is FailureReason.UNREACHABLE
     assert "registry" in report.failure.detail
+
+
+def test_it_is_not_repeated_when_its_time_is_over() -> None:
+    core = DecodeDriver()
+    core.connect(PREFILL)
+    timeout_s = 3 * Timeouts().retransmit_s
+    (first, *others) = [*sent(core(made(timeout_s=timeout_s))), *sent(core.sleep(timeout_s))]
+    assert isinstance(first, Offer)
+    assert all(isinstance(other, Offer) and other.timeout_s > 0 for other in others)
+    assert len(others) == 2
+
+
+def test_an_instance_that_gives_way_to_another_one_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "MAX_REFS", 1)
+    core = DecodeDriver()
+    core(made())
+    (report,) = of_kind(core(ev.OfferMade("elsewhere", offer(2))), ReportOffer)
+    assert (report.number, report.failure.reason) == (1, FailureReason.CAPACITY)
 
 
 def test_an_instance_that_refuses_fails_it_at_once_and_so_do_later_ones() -> None:
@@ -178,6 +199,17 @@ def test_it_reaches_the_engine_once_and_its_answer_is_repeated() -> None:
     core.hear(DECODE, offer(2))
     assert answers(core(ev.OfferDecided(DECODE, 2, ABORTED))) == [ABORTED]
     assert answers(core.hear(DECODE, offer(2))) == [ABORTED]
+
+
+def test_only_the_latest_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received, "MAX_ANSWERS", 3)
+    core = owner()
+    for number in range(1, 5):
+        core.hear(DECODE, offer(number))
+        core(ev.OfferDecided(DECODE, number, None))
+    for number in (2, 3, 4):
+        assert answers(core.hear(DECODE, offer(number))) == [None]
+    assert of_kind(core.hear(DECODE, offer(1)), PassOffer)
 
 
 def test_one_that_is_denied_is_answered_and_counted() -> None:
