@@ -12,6 +12,7 @@ NAMES: Final = {
     "embedded": "handovers between engines, and what calls cost their scheduler",
     "vllm_handover": "vLLM servers with kvflow's connector and with vLLM's own: handovers, first tokens, equal texts",
     "vllm_turns": "conversations between vLLM servers: what prefill computes and receives of each turn",
+    "vllm_moves": "requests that move between vLLM servers while they are answered: pause, cost, draining",
     "sglang_transfer": "kvflow behind SGLang's interfaces, and SGLang's own NIXL backend: requests, CPU, calls",
     "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
     "scale": "cost and memory of a transfer among many, and with many peers",

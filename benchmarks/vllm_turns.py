@@ -27,7 +27,6 @@ FIRST_WORDS, WORDS = 250, 20
 """Of what a user says in the first turn, and in each of the others."""
 
 ARGUMENTS: Final = ("--block-size", "32")
-ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 NIXL: Final[Mapping[str, Any]] = {
     **{"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"},
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
@@ -118,6 +117,7 @@ async def _started(has_nixl: bool) -> "AsyncIterator[list[Server]]":
 
     from benchmarks.vllm_handover.client import MODEL  # noqa: PLC0415 - as above
     from benchmarks.vllm_handover.plugin import Probe  # noqa: PLC0415 - as above
+    from benchmarks.vllm_handover.servers import ENVIRONMENT, running  # noqa: PLC0415 - as above
     from kvflow.cli.serve.server import Server  # noqa: PLC0415 - as above
     from kvflow.cli.serve.vllm import pair, vllm_server  # noqa: PLC0415 - as above
     from kvflow.cli.smollm2 import prepare_smollm2  # noqa: PLC0415 - as above
@@ -145,12 +145,5 @@ async def _started(has_nixl: bool) -> "AsyncIterator[list[Server]]":
                 environment=environment,
             )
             servers.append(vllm_server(described, place))
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            await server.wait_until_ready()
+    async with running(servers):
         yield servers
-    finally:
-        for server in servers:
-            server.kill()

@@ -19,7 +19,7 @@ from kvflow.cli.serve.server import Server
 from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
 from kvflow.cli.smollm2 import prepare_smollm2
 
-__all__ = ["WAYS", "Pair", "Usage", "Way", "started"]
+__all__ = ["ENVIRONMENT", "WAYS", "Pair", "Usage", "Way", "running", "started", "usage_of"]
 
 Way = Literal["kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none"]
 WAYS: Final[tuple[Way, ...]] = ("kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none")
@@ -89,7 +89,7 @@ class Pair:
 
     def usage_by_server(self) -> "dict[str, Usage]":
         """Return the resource usage of all processes of each server, by `prefill` and `decode`."""
-        return {name: _usage_of(server.pid) for name, server in zip(("prefill", "decode"), self.servers, strict=True)}
+        return {name: usage_of(server.pid) for name, server in zip(("prefill", "decode"), self.servers, strict=True)}
 
 
 def _with_room(one: VllmServer, at_once: int) -> VllmServer:
@@ -124,7 +124,8 @@ def _sum(usages: Iterable[Usage]) -> Usage:
     return Usage(*(sum(values) for values in zip(*usages, strict=True)))
 
 
-def _usage_of(group: int) -> Usage:
+def usage_of(group: int) -> Usage:
+    """Return the resource usage of all processes of a group."""
     return _sum(usage for place in Path("/proc").glob("[0-9]*") if (usage := _usage(place, group)) is not None)
 
 
@@ -144,13 +145,19 @@ def _usage(place: Path, group: int) -> Usage | None:
 async def started(ways: Sequence[Way], first_port: int, place: Path, at_once: int) -> AsyncIterator[list[Pair]]:
     """Start a pair for each way concurrently; stop them at the end of the block."""
     pairs = [Pair(way, first_port + 2 * number, place, at_once) for number, way in enumerate(ways)]
-    servers: list[Server] = [server for each in pairs for server in each.servers]
+    async with running([server for each in pairs for server in each.servers]):
+        yield pairs
+
+
+@asynccontextmanager
+async def running(servers: Sequence[Server]) -> AsyncIterator[None]:
+    """Start servers concurrently; kill them at the end of the block."""
     try:
         for server in servers:
             server.start()
         for server in servers:
             await server.wait_until_ready()
-        yield pairs
+        yield
     finally:
         for server in servers:
             server.kill()

@@ -70,6 +70,9 @@ class Pool:
         self.blocks = list(range(BLOCKS))
         self.holders = [0] * BLOCKS
 
+    def get_num_free_blocks(self) -> int:
+        return self.holders.count(0)
+
     def touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.holders[block] += 1
@@ -130,6 +133,7 @@ class Server:
         device: FakeDevice | None = None,
         first_tokens: FirstTokens | None = None,
         num_workers: int = 1,
+        max_running: int = 8,
     ) -> None:
         has_both = options.keep_turns_s > 0
         shape = (LAYERS, BLOCKS, HEADS, BLOCK, CONTENT)
@@ -160,6 +164,7 @@ class Server:
             first_tokens=first_tokens,
             keep_turns_s=options.keep_turns_s,
             num_workers=num_workers,
+            max_running=max_running,
             on_recomputed=lambda *it: self.recomputed.append(it),
         )
         self.first_tokens = first_tokens

@@ -173,6 +173,27 @@ def test_turns_without_a_ticket_are_not_kept(pair: Pair, request_id: str, values
     assert is_let_go(target)
 
 
+def test_a_router_asks_for_a_turn_by_the_name_of_its_request(pair: Pair) -> None:
+    """As for a stream, which ends without parameters."""
+    _, target = pair
+
+    def found(transfer: str) -> dict[str, Any] | None:
+        question = asked("q", {"kvflow_kept": transfer}, 1)
+        target.scheduler.add(question)
+        assert target.scheduler.num_elsewhere(question, 0) == 0
+        is_needed, params = target.scheduler.finished(question, [[0]], is_complete=True)
+        assert not is_needed
+        return params
+
+    turn(target, "unnamed", [1, 2, 3, 4])
+    params = turn(target, kv_transfer_params={**NOTHING_KEPT, "transfer_id": "T"})
+    assert params is not None
+    assert [found("T"), found("other")] == [params, None]
+    target.scheduler.turns.give_up_all()
+    assert found("T") is None
+    target.until(lambda: is_let_go(target))
+
+
 def test_turn_is_not_kept_if_another_connector_answers(pair: Pair) -> None:
     _, target = pair
     target.scheduler.answers.is_shared = True

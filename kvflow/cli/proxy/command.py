@@ -19,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--host", default="127.0.0.1", help="host to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one")
+    text = "port on loopback at which decode servers are drained; streams can move to other servers then"
+    parser.add_argument("--control-port", type=int, default=None, help=text)
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -37,4 +39,5 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
                 raise ConfigError("option must be a server's URL, such as http://a:1", option=f"--{side}", value=url)
     from kvflow.cli.proxy.application import serve_proxy  # noqa: PLC0415 - the library may be missing
 
-    return serving("kvflow proxy", serve_proxy(arguments.prefill, arguments.decode, arguments.host, arguments.port))
+    opened = serve_proxy(arguments.prefill, arguments.decode, arguments.host, arguments.port, arguments.control_port)
+    return serving("kvflow proxy", opened)

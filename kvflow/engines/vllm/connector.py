@@ -99,6 +99,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):
                 first_tokens=self._first_tokens,
                 keep_turns_s=_keep_turns_s(vllm_config, self._options),
                 num_workers=vllm_config.parallel_config.world_size,
+                max_running=vllm_config.scheduler_config.max_num_seqs,
                 on_recomputed=self._stats.note_recomputed,
             )
 

@@ -20,8 +20,10 @@ from kvflow import Endpoint, KvflowError, Trust, ticket_for_room
 
 __all__ = [
     "DIGEST_LENGTH",
+    "MAX_TOKENS",
     "NOTHING_KEPT",
     "OF_TURN",
+    "REST",
     "WITHDRAWN",
     "Reference",
     "add_trace_context",
@@ -30,11 +32,15 @@ __all__ = [
     "is_for_decode",
     "is_for_turns",
     "is_one_of_several",
+    "is_question",
+    "kept_room",
+    "moved_room",
     "own_part",
     "reply",
     "room_of",
     "take_prefix",
     "take_reference",
+    "transfer_room",
     "withdrawn_room",
 ]
 
@@ -48,6 +54,18 @@ ENGINE: Final = "remote_engine_id"
 NUM_TOKENS: Final = "remote_num_tokens"
 WITHDRAWN: Final = "kvflow_withdrawn"
 """Key of a request to prefill which says that nobody will ask for the room of this `transfer_id`."""
+
+MOVED: Final = "kvflow_moved"
+"""Key of a request to decode which says that the request with this `transfer_id` goes on elsewhere."""
+
+KEPT: Final = "kvflow_kept"
+"""Key of a request to decode which asks for the parameters of the turn that ended with this `transfer_id`."""
+
+MAX_TOKENS: Final = "kvflow_max_tokens"
+"""Key of the answer to it: how many tokens the other request would have had here."""
+
+REST: Final = "kvflow_rest"
+"""Key of a moved request: tokens that were computed with it, but that its router has not told to the client."""
 
 NO_BLOCKS: Final = ((0,),)
 """For decode servers with vLLM's NixlConnector. With an empty list, their engines end in an assertion; with one that is
@@ -77,7 +95,7 @@ class Reference(NamedTuple):
         room: Its room; None if the ticket contains it.
         prompt: `digest_of` the prompt that prefill has computed; None if the dialect does not transmit it.
         priority: kvflow's priority class of the request.
-        num_tokens: How many tokens it covers; None for all of a prompt.
+        num_tokens: How many tokens it covers; None if that is not known.
     """
 
     prefill: Mapping[str, object] | Endpoint
@@ -116,7 +134,7 @@ def is_for_decode(params: Mapping[str, Any] | None) -> bool:
 
 def is_for_turns(params: Mapping[str, Any] | None) -> bool:
     """Return whether a router may pass on what decode answers to a request."""
-    return bool(params) and not is_for_decode(params) and withdrawn_room(params) is None
+    return bool(params) and not is_for_decode(params) and WITHDRAWN not in (params or ()) and not is_question(params)
 
 
 def room_of(params: Mapping[str, Any], request_id: str) -> str:
@@ -136,7 +154,31 @@ def is_one_of_several(request_id: str) -> bool:
 
 def withdrawn_room(params: Mapping[str, Any] | None) -> str | None:
     """Return the room for which nobody will ask, if the router says so with this request."""
-    transfer = (params or {}).get(WITHDRAWN)
+    return _room_in(params, WITHDRAWN)
+
+
+def is_question(params: Mapping[str, Any] | None) -> bool:
+    """Return whether a request is only made for the parameters of its answer."""
+    return moved_room(params) is not None or kept_room(params) is not None
+
+
+def kept_room(params: Mapping[str, Any] | None) -> str | None:
+    """Return the room whose turn a router wants to pass on, if it says so with this request."""
+    return _room_in(params, KEPT)
+
+
+def moved_room(params: Mapping[str, Any] | None) -> str | None:
+    """Return the room of the request that goes on elsewhere, if the router says so with this request."""
+    return _room_in(params, MOVED)
+
+
+def transfer_room(params: Mapping[str, Any] | None) -> str | None:
+    """Return the room by which a router knows a request; None if it has not named it."""
+    return _room_in(params, TRANSFER)
+
+
+def _room_in(params: Mapping[str, Any] | None, key: str) -> str | None:
+    transfer = (params or {}).get(key)
     return None if transfer is None else _as_room(str(transfer))
 
 
@@ -178,17 +220,19 @@ def take_prefix(params: Mapping[str, Any]) -> Reference | None:
     """
     if TICKET not in params:
         return None
-    num_tokens = params.get(NUM_TOKENS)
-    if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise KvflowError("number of tokens is missing or unusable", parameter=NUM_TOKENS, found=num_tokens)
-    return _ticket_in(params)._replace(num_tokens=num_tokens)
+    reference = _ticket_in(params)
+    if reference.num_tokens is None:
+        found = params.get(NUM_TOKENS)
+        raise KvflowError("number of tokens is missing or unusable", parameter=NUM_TOKENS, found=found)
+    return reference
 
 
 def _ticket_in(params: Mapping[str, Any]) -> Reference:
-    ticket, prompt = params.get(TICKET), params.get(PROMPT)
+    ticket, prompt, num_tokens = params.get(TICKET), params.get(PROMPT), params.get(NUM_TOKENS)
     if not isinstance(ticket, Mapping) or not isinstance(prompt, str):
         raise KvflowError("request was not prefilled by a server with kvflow", found=sorted(map(str, params)))
-    return Reference(ticket, None, prompt)
+    is_usable = isinstance(num_tokens, int) and num_tokens > 0
+    return Reference(ticket, None, prompt, num_tokens=num_tokens if is_usable else None)
 
 
 def reply(

@@ -7,7 +7,7 @@ from typing import Any, Final
 from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.priority import priority_class
-from kvflow.engines.vllm.dialect import Reference, digest_of, take_prefix, take_reference
+from kvflow.engines.vllm.dialect import REST, Reference, digest_of, take_prefix, take_reference
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import GrantOrder, StepOrders, WorkerReport
 
@@ -67,6 +67,9 @@ class ReceivingRequests:
             LOGGER.warning("kvflow: %s is computed here: its prompt has no tokens", request_id)
             self._orders.refused.append(reference)
             return
+        if self._is_beginning(request, reference, request.kv_transfer_params.get(REST) or ()):
+            self._announce(request, reference)
+            return
         prompt = digest_of(request)
         if reference.prompt not in (None, prompt) and not _is_only_to_be_told(request):
             LOGGER.warning("kvflow: %s is computed here: its ticket is of another prompt", request_id)
@@ -79,15 +82,24 @@ class ReceivingRequests:
         reference = take_prefix(request.kv_transfer_params)
         if reference is None or reference.num_tokens is None:
             return
-        tokens, stop = request.prompt_token_ids or (), reference.num_tokens
-        if stop < len(tokens) and reference.prompt == digest_of(request, tokens[:stop]):
-            self._prefixes[request.request_id] = stop
+        if self._is_beginning(request, reference):
             self._announce(request, reference)
         else:
             LOGGER.info(
                 "kvflow: %s is computed here: it does not begin with the turn of its ticket", request.request_id
             )
             self._orders.refused.append(reference)
+
+    def _is_beginning(self, request: Any, reference: Reference, rest: Sequence[int] = ()) -> bool:
+        """Return whether a prompt and `rest`, its continuation elsewhere, begin with what a reference is of; note it.
+
+        A reference to exactly the prompt is none to a beginning.
+        """
+        tokens, stop = [*(request.prompt_token_ids or ()), *rest], reference.num_tokens
+        if stop is None or stop >= len(tokens) or reference.prompt != digest_of(request, tokens[:stop]):
+            return False
+        self._prefixes[request.request_id] = min(stop, len(tokens) - len(rest) - 1)
+        return True
 
     def _announce(self, request: Any, reference: Reference) -> None:
         request_id = request.request_id

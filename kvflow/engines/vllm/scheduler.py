@@ -13,10 +13,11 @@ from kvflow import Trust
 from kvflow.engines.containment import contained
 from kvflow.engines.logs import adapter_logger
 from kvflow.engines.vllm.answers import Answers
-from kvflow.engines.vllm.dialect import is_for_decode, withdrawn_room
+from kvflow.engines.vllm.dialect import is_for_decode, is_question, withdrawn_room
 from kvflow.engines.vllm.first_token import FirstTokens
 from kvflow.engines.vllm.groups import Group
 from kvflow.engines.vllm.metadata import StepOrders, WorkerReport
+from kvflow.engines.vllm.moves import MovingRequests
 from kvflow.engines.vllm.receiving import ReceivingRequests
 from kvflow.engines.vllm.sending import SendingRequests
 from kvflow.engines.vllm.turns import KeptTurns
@@ -39,6 +40,7 @@ class ConnectorScheduler:
         first_tokens: Keeps first tokens; None if vLLM cannot begin with the second one.
         keep_turns_s: How long decode keeps a finished turn for the next one; prefill receives turns unless it is 0.
         num_workers: Workers of this server.
+        max_running: How many requests vLLM runs at the same time.
         on_recomputed: Called with a reason and a number of tokens, when a prompt of a decode server is computed here.
 
     Attributes:
@@ -46,6 +48,7 @@ class ConnectorScheduler:
         sending: Requests that are computed here for others.
         receiving: Requests that others have computed.
         turns: Finished requests that are kept for the next turn.
+        moves: Running requests that may be moved to another server.
         held: Blocks that vLLM must not use for anything else.
         is_empty: The last step has computed nothing.
     """
@@ -62,6 +65,7 @@ class ConnectorScheduler:
         first_tokens: FirstTokens | None = None,
         keep_turns_s: float = 0.0,
         num_workers: int = 1,
+        max_running: int = 1,
         on_recomputed: Callable[[str, int], object] = lambda *_: None,
     ) -> None:
         self._is_prefill = is_prefill
@@ -79,6 +83,7 @@ class ConnectorScheduler:
         self.turns = KeptTurns(
             groups, self._orders, self.answers, self.held, keep_s=keep_turns_s, num_workers=num_workers
         )
+        self.moves = MovingRequests(self.answers, self.held, is_enabled=self.turns.is_enabled, max_running=max_running)
         self.receiving = ReceivingRequests(
             groups,
             self._orders,
@@ -93,13 +98,15 @@ class ConnectorScheduler:
         """Accept a request: both sides start before there are blocks for it."""
         with contained(partial(self._compute_alone, request)):
             params = request.kv_transfer_params
+            self.moves.note(request)
             if self._is_prefill and (withdrawn := withdrawn_room(params)) is not None:
                 self.sending.withdraw(withdrawn)
+                self.turns.withdraw(withdrawn)
             elif self._is_prefill and is_for_decode(params):
                 self.sending.open(request)
                 if self._takes_turns:
                     self.receiving.announce_prefix(request)
-            elif self._is_decode:
+            elif self._is_decode and not is_question(params):
                 self.receiving.announce(request)
 
     def _compute_alone(self, request: Any, reason: str) -> None:
@@ -119,6 +126,7 @@ class ConnectorScheduler:
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_elsewhere: int) -> None:
         """Receive into the blocks that vLLM has allocated, or decline if it wants nothing that others have computed."""
         self.sending.shortage.has_blocks(request.request_id)
+        self.moves.note_running(request.request_id)
         self.receiving.allocate(request, blocks, num_elsewhere)
 
     def step(self, output: Any) -> StepOrders:
@@ -147,8 +155,10 @@ class ConnectorScheduler:
         """
         self.receiving.finish(request.request_id, status)
         is_needed, params = self.sending.finish(request, blocks, is_complete=is_complete, status=status)
+        room = self.moves.take_room(request)
         if is_complete and params is None:
-            params = self.turns.keep(request, blocks, time.monotonic())
+            params = self.moves.stop(request) or self.turns.find_turn(request)
+            params = params or self.turns.keep(request, blocks, time.monotonic(), room)
         return is_needed, params
 
     def reset(self) -> None:
