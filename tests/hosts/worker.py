@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         role: "registry", "prefill" or "decode".
         instance: Instance name of a prefill rank.
+        decode: That of a decode rank.
         instances: Prefill instances, which take turns to serve rooms.
         bind: Address on which a registry or a prefill rank listens.
         advertise: Address that it advertises instead of the bound one.
@@ -57,6 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     instance: str = PREFILL
+    decode: str = "decode"
     instances: tuple[str, ...] = (PREFILL,)
     bind: str = ""
     advertise: str | None = None
@@ -357,7 +359,7 @@ async def run_prefill(settings: Settings) -> None:
 async def run_decode(settings: Settings) -> None:
     pool = LanePool(settings.num_lanes)
     config = kvflow.DecodeConfig(
-        instance="decode",
+        instance=settings.decode,
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
