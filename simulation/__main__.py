@@ -1,4 +1,4 @@
-"""`python -m simulation run | explore`: the real ranks in virtual time, and the cores in every interleaving."""
+"""`python -m simulation run | fleet | explore`: the real ranks in virtual time, and the cores in every interleaving."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,11 @@ from kvflow.cli.main import run_program
 
 __all__ = ["main"]
 
-COMMANDS: Final = {"run": "simulation.command", "explore": "simulation.explore.command"}
+COMMANDS: Final = {
+    "run": "simulation.command",
+    "fleet": "simulation.fleet_command",
+    "explore": "simulation.explore.command",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

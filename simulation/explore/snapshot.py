@@ -20,7 +20,7 @@ import numpy as np
 __all__ = ["copied", "fingerprint"]
 
 SCALARS = (int, float, str, bytes, type(None))
-NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+NAMED = (type, types.BuiltinFunctionType)
 
 Memo: TypeAlias = dict[int, Any]
 Copier: TypeAlias = Callable[[Any, Memo], Any]
@@ -149,7 +149,15 @@ def _copy_object(slots: tuple[str, ...], value: Any, memo: Memo) -> Any:
     return result
 
 
+def _copy_function(value: types.FunctionType, _memo: Memo) -> types.FunctionType:
+    """Return the function itself. What it encloses would be that of the original, not of the copy."""
+    if value.__closure__:
+        raise TypeError(f"{value.__qualname__} encloses variables: cores are made of methods")
+    return value
+
+
 _COPIERS: Mapping[type, Copier] = {
+    types.FunctionType: _copy_function,
     types.MethodType: _copy_method,
     dict: _copy_dict,
     list: _copy_sequence,
@@ -184,7 +192,7 @@ _frozen_marks: dict[int, tuple[Any, str]] = {}
 _MARKERS: tuple[tuple[type | tuple[type, ...], Marker], ...] = (
     (enum.Enum, lambda item: item.name),
     (SCALARS, repr),
-    (NAMED, lambda item: item.__qualname__),
+    ((*NAMED, types.FunctionType), lambda item: item.__qualname__),
     (types.MethodType, lambda item: item.__func__.__qualname__),
     (np.ndarray, lambda item: item.tobytes().hex()),
     (itertools.count, repr),

@@ -61,7 +61,7 @@ class PrefillCore:
         self.timers: Timers[PrefillTimer] = Timers()
         self.quarantine = Quarantine(settings.limits.quarantined_bytes)
         self.peers = DecodePeers(self.timers, settings.limits.peers)
-        self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, lambda peer: self.queue.look_again(peer))  # noqa: PLW0108 - made next
+        self.slots = RemoteSlots(self.peers, settings.timeouts, self.timers, self._look_again)
         self.local_slots = SlotPool(settings.staging.num_slots if settings.staging else 0)
         self.queue = PieceQueue(settings.limits, self.local_slots, self.slots)
         context, failed = SendContext(me, settings, self.peers, self.queue, self.slots), FailedRooms()
@@ -187,6 +187,9 @@ class PrefillCore:
             Reply(connection, Goodbye(peer=self.me, fenced=self.rooms.is_fenced(peer)))
             for connection, peer in self.peers.connections().items()
         ]
+
+    def _look_again(self, peer: PeerId) -> None:
+        self.queue.look_again(peer)
 
     # Handshake -------------------------------------------------------------------------------------------------------
 

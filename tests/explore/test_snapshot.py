@@ -1,0 +1,30 @@
+"""Copies of cores: what a copy does must not change the original."""
+
+import pytest
+
+from kvflow.state.timers import Timers
+from simulation.explore.snapshot import copied
+
+
+class Core:
+    def __init__(self) -> None:
+        self.timers: Timers[str] = Timers()
+        self.note = self._note
+        self.notes: list[str] = []
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_methods_of_a_copy_are_those_of_the_copy() -> None:
+    core = Core()
+    copy = copied(core, {})
+    copy.note("here")
+    assert (core.notes, copy.notes) == ([], ["here"])
+
+
+def test_functions_that_enclose_the_original_are_refused() -> None:
+    core = Core()
+    core.note = lambda text: core.notes.append(text)  # noqa: PLW0108
+    with pytest.raises(TypeError, match="encloses"):
+        copied(core, {})
