@@ -5,7 +5,7 @@ Three servers are processes with ranks of both roles. "a" computes, "b" decodes,
 
 import argparse
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,9 +186,7 @@ def _measured(case: str, quantity: str, unit: str = "ms") -> Measured:
     return Measured(bench="offers", group="offers", case=case, quantity=quantity, unit=unit, better="lower")
 
 
-async def _beside(
-    fleet: _Fleet, settings: OffersSettings, case: str, other: Callable[[], Any], row_facts: Sequence[str] = ()
-) -> Row:
+async def _beside(fleet: _Fleet, settings: OffersSettings, case: str, other: Callable[[], Any]) -> Row:
     """Compare the handovers of live requests beside something else with those without it."""
     times: dict[bool, list[list[float]]] = {False: [], True: []}
     await fleet.send("live", "b", settings.requests)
@@ -214,8 +212,7 @@ async def _beside(
 
 
 async def _beside_warm_up(fleet: _Fleet, settings: OffersSettings) -> Row:
-    count = max(1, settings.requests // 4)
-    return await _beside(fleet, settings, "beside a warm-up", partial(fleet.send, "warm", "c", count))
+    return await _beside(fleet, settings, "beside a warm-up", partial(fleet.send, "warm", "c", settings.requests))
 
 
 async def _beside_moves(fleet: _Fleet, settings: OffersSettings) -> Row:
