@@ -18,13 +18,22 @@ PATH: Final = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
 
 class KubernetesAPI:
-    """Endpoint slices of one namespace, by name."""
+    """Endpoint slices of one namespace, by name.
+
+    Attributes:
+        slices: What is stored.
+        version: Of what is stored.
+        oldest: Version since which changes are kept.
+        num_watches: Watches that have begun.
+        asked: What clients have done, as a role permits it: verb, API group and resource.
+    """
 
     def __init__(self) -> None:
         self.slices: dict[str, dict[str, Any]] = {}
         self.version = 100
         self.oldest = 100
         self.num_watches = 0
+        self.asked: set[tuple[str, str, str]] = set()
         self._log: list[tuple[int, str, dict[str, Any]]] = []
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -107,6 +116,8 @@ class KubernetesAPI:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         wanted = request.query.get("labelSelector", "").partition("=")[2]
+        _, _, group, *_, resource = request.path.split("/")
+        self.asked.add(("watch" if request.query.get("watch") else "list", group, resource))
         if not request.query.get("watch"):
             items = [it for it in self.slices.values() if it["metadata"]["labels"].get(LABEL) == wanted]
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})

@@ -18,6 +18,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -29,6 +31,7 @@ from kvflow.engines.vllm.offloading import KvflowOffloadingConnector
 from kvflow.engines.vllm.options import Options
 from kvflow.engines.vllm.worker import _Move
 from tests.engines.test_vllm_adapter import DECODE, PREFILL, PROMPT, asked, begin_decode, reply_of, scheduled, servers
+from tests.support.manifests import SERVERS, Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
@@ -43,6 +46,17 @@ print(*(KVConnectorFactory._registry[name]().__name__ for name in ("KvflowConnec
 def test_connectors_are_found_by_their_names() -> None:
     done = subprocess.run([sys.executable, "-c", FIND], check=True, capture_output=True, text=True, env=os.environ)
     assert done.stdout.split()[-2:] == ["KvflowConnector", "KvflowOffloadingConnector"]
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.file)
+def test_arguments_of_manifests_are_those_of_vllm(server: Server) -> None:
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    arguments = parser.parse_args(["serve", *server.expand_arguments()])
+    assert arguments.port == 8000
+    assert isinstance(arguments.kv_transfer_config, KVTransferConfig)
+    assert arguments.kv_transfer_config.kv_connector_extra_config["host"] == "the-pod_ip"
+    assert (arguments.nnodes, arguments.node_rank) == ((2, 1) if server.kind == "LeaderWorkerSet" else (1, 0))
 
 
 def test_nixl_connector_lives_on_if_it_is_given_a_ticket() -> None:
