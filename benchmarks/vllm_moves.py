@@ -128,6 +128,18 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
     group = f"prompts of {arguments.words} words"
     pauses, gaps, costs = list[list[float]](), list[list[float]](), list[tuple[float, float]]()
     empties: dict[bool, list[float]] = {True: [], False: []}
+    rows = list[Row]()
+
+    def report(
+        case: str, quantity: str, unit: str, own: Sequence[float], bare: Sequence[float] = (), tail: Tail | None = None
+    ) -> None:
+        measured = Measured(bench="vllm_moves", group=group, case=case, quantity=quantity, unit=unit, better="lower")
+        rows.append(compare(measured, own, bare, tail=tail))
+        on_row(rows[-1])
+
+    def middle(rounds: Sequence[Sequence[float]]) -> list[float]:
+        return [percentile(values, 0.5) * 1e3 for values in rounds]
+
     async with _started() as deployed:
         for number in range(arguments.rounds + 1):
             prompt = prompt_of(number, arguments.words)
@@ -141,34 +153,21 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
                 gaps.append(plain.gaps)
                 num_bytes, cpu_s = (now - then for now, then in zip(moved.cost, plain.cost, strict=True))
                 costs.append((num_bytes / arguments.moves, cpu_s / arguments.moves))
+        own, bare = ([value * 1e3 for values in rounds for value in values] for rounds in (pauses, gaps))
+        tail = Tail(
+            kvflow_p50=percentile(own, 0.5),
+            kvflow_p99=percentile(own, 0.99),
+            bare_p50=percentile(bare, 0.5),
+            bare_p99=percentile(bare, 0.99),
+        )
+        report("moved, against undisturbed", "longest gap between tokens", "ms", middle(pauses), middle(gaps), tail)
+        report("each move", "bytes", "MB", [one[0] * 1e-6 for one in costs])
+        report("each move", "CPU of both servers", "ms", [one[1] * 1e3 for one in costs])
         for number in range(arguments.rounds):
             for moves in (True, False) if number % 2 else (False, True):
                 empties[moves].append(await _emptied(deployed, number, arguments.words, moves=moves))
-
-    def row(
-        case: str, quantity: str, unit: str, own: Sequence[float], bare: Sequence[float] = (), tail: Tail | None = None
-    ) -> Row:
-        measured = Measured(bench="vllm_moves", group=group, case=case, quantity=quantity, unit=unit, better="lower")
-        made = compare(measured, own, bare, tail=tail)
-        on_row(made)
-        return made
-
-    def middle(rounds: Sequence[Sequence[float]]) -> list[float]:
-        return [percentile(values, 0.5) * 1e3 for values in rounds]
-
-    own, bare = ([value * 1e3 for values in rounds for value in values] for rounds in (pauses, gaps))
-    tail = Tail(
-        kvflow_p50=percentile(own, 0.5),
-        kvflow_p99=percentile(own, 0.99),
-        bare_p50=percentile(bare, 0.5),
-        bare_p99=percentile(bare, 0.99),
-    )
-    return [
-        row("moved, against undisturbed", "longest gap between tokens", "ms", middle(pauses), middle(gaps), tail),
-        row("each move", "bytes", "MB", [one[0] * 1e-6 for one in costs]),
-        row("each move", "CPU of both servers", "ms", [one[1] * 1e3 for one in costs]),
-        row(f"{AT_ONCE} requests, moved against waited for", "time to empty", "s", empties[True], empties[False]),
-    ]
+        report(f"{AT_ONCE} requests, moved against waited for", "time to empty", "s", empties[True], empties[False])
+    return rows
 
 
 class Streamed(NamedTuple):
