@@ -6,6 +6,7 @@ Every error has its details in `values`, not only in the text, so that callers (
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvflow.room import RoomId
@@ -257,6 +258,12 @@ class TransferFailed(KvflowError):
         self.detected_by = detected_by
         self.detail = detail
         self._memory = memory
+
+    def __reduce__(self) -> tuple[Callable[..., "TransferFailed"], tuple[object, ...]]:
+        """Let it be raised in another process; there `memory` stays what it was when it left."""
+        now = self.memory
+        made = partial(TransferFailed, memory=partial(type(now), now))
+        return made, (self.room, self.reason, self.stage, self.detected_by, self.detail)
 
     @property
     def memory(self) -> "Memory":

@@ -1,5 +1,6 @@
 """Each bad input raises a typed error with its values, on the side that can act on it, without affecting others."""
 
+import pickle  # noqa: TID251 - what others do to our errors
 from collections.abc import AsyncIterator, Callable
 
 import anyio
@@ -115,6 +116,9 @@ async def test_room_that_prefill_never_opens() -> None:
         failure = await catch(deployment.request(1, 8).receive)
         assert (failure.reason, failure.room, failure.detected_by) == (FailureReason.UNKNOWN_ROOM, 1, "prefill/0")
         assert not failure.quarantined
+        there = pickle.loads(pickle.dumps(failure))  # noqa: S301 - as it leaves an actor or a pool of processes
+        assert (type(there), str(there), there.memory) == (TransferFailed, str(failure), failure.memory)
+        assert (there.reason, there.stage, there.detail) == (failure.reason, failure.stage, failure.detail)
         await undisturbed(deployment)
 
 
