@@ -22,6 +22,7 @@ from kvflow.directory.listings import (
     LEASE_S,
     MAX_LISTED_INSTANCES,
     RENEW_S,
+    UNREADABLE,
     Directory,
     DirectoryDown,
     Listing,
@@ -136,7 +137,7 @@ class EtcdDirectory(Directory):
                     token = (await server.ask("auth/authenticate", self._login)).get("token", "")
                     session.headers["Authorization"] = str(token)
                 yield server
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError, LookupError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError, *UNREADABLE) as error:
             raise DirectoryDown(f"{url}: {type(error).__name__}: {error}") from error
 
 

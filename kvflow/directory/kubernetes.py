@@ -13,7 +13,7 @@ from lightkube.resources.discovery_v1 import EndpointSlice
 from typing_extensions import override
 
 from kvflow.addresses import DirectoryURL, check_endpoint, join_address
-from kvflow.directory.listings import Directory, DirectoryDown, Listing, Listings
+from kvflow.directory.listings import UNREADABLE, Directory, DirectoryDown, Listing, Listings
 from kvflow.errors import ConfigError
 
 __all__ = ["KubernetesDirectory"]
@@ -125,7 +125,7 @@ async def _client() -> AsyncIterator[AsyncClient]:
         yield client
     except ApiError as error:  # 410: what has changed meanwhile is not kept any more
         raise DirectoryDown(f"{error.status.code} {error.status.reason}: {error.status.message}") from error
-    except (httpx2.HTTPError, httpx2.StreamError, OSError, LookupError, ValueError) as error:
+    except (httpx2.HTTPError, httpx2.StreamError, OSError, *UNREADABLE) as error:
         raise DirectoryDown(f"{type(error).__name__}: {error}") from error
     finally:
         with anyio.CancelScope(shield=True):

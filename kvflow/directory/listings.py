@@ -19,6 +19,7 @@ __all__ = [
     "MAX_LISTED_INSTANCES",
     "REMOVE_S",
     "RENEW_S",
+    "UNREADABLE",
     "Directory",
     "DirectoryDown",
     "Listing",
@@ -54,6 +55,9 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     draining: bool = False
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] | None = None
 
+
+UNREADABLE: Final = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What code raises that reads an answer of another shape than it expects: a directory may answer anything."""
 
 Listings = Mapping[str, Listing]
 """By name of the instance."""

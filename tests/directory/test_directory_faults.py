@@ -2,11 +2,13 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final
 
 import anyio
 import msgspec
 import pytest
 import trustme
+from aiohttp import web
 
 from kvflow.addresses import DirectoryURL
 from kvflow.directory import etcd, file, kubernetes, open_directory
@@ -16,6 +18,7 @@ from kvflow.observe.logs import get_logger
 from tests.directory.systems import OTHER, READY, Etcd, Files, Kubernetes, is_listed, opened, published, watched
 from tests.observe.lines import printed
 from tests.support.etcd_server import NEEDS_ETCD, EtcdServer
+from tests.support.kubernetes_api import KubernetesAPI
 from tests.support.ports import unused_port
 from tests.support.waiting import until
 
@@ -210,3 +213,53 @@ class TestKubernetes:
         await system.list_instance(READY)
         async with watched(system.open()):
             await until(lambda: system.api.num_watches > 2)
+
+
+NONSENSE: Final = [
+    *(
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"7",
+        b"\xff",
+        b"{}",
+        b"[" * 10_000,
+        b'{"header": []}',
+        b'{"items": 1}',
+        b'{"items": [7]}',
+    ),
+    *(b'{"header": {"revision": "x"}}', b'{"header": {"revision": 1}, "kvs": [{}]}', b'{"items": [{"endpoints": 1}]}'),
+    b'{"items": [{"metadata": {"name": "a"}, "ports": [{"name": "kvflow", "port": 1}], "endpoints": [{}]}]}',
+]
+
+
+@pytest.mark.parametrize("kind", ["etcd", "kubernetes"])
+@pytest.mark.parametrize("answer", NONSENSE)
+async def test_a_directory_may_answer_anything(
+    kind: str, answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it says, it is down at most."""
+    api = KubernetesAPI()
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+
+    async def say_nonsense(_: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    runner = web.ServerRunner(web.Server(say_nonsense))  # type: ignore[arg-type]
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        api.port = runner.addresses[0][1]
+        api.write_kubeconfig(tmp_path)
+        url = f"etcd://127.0.0.1:{api.port}/fleet" if kind == "etcd" else "kubernetes://inference/prefill"
+        directory = open_directory(DirectoryURL.parse("registry", url))
+        with pytest.raises(DirectoryDown):
+            async for _ in directory.watch():
+                pass
+        if kind == "etcd":
+            with pytest.raises(DirectoryDown):
+                async for _ in directory.keep("a", READY, True):
+                    pass
+    finally:
+        await runner.cleanup()
