@@ -111,6 +111,11 @@ class PrefillManager(End[PrefillRank]):
                 is closed.
         """
         future = self._leaving.setdefault(request_id, Future())
+        try:
+            self.rank.ticket(request_id)
+        except KvflowError as error:  # of a closed end, nobody looks at requests that leave
+            if self._leaving.pop(request_id, None) is not None:
+                future.set_exception(error)
         self.engine.wake()
         return future
 

@@ -113,6 +113,8 @@ def test_a_request_goes_on_when_its_end_is_closed() -> None:
         move(pair, tokens, "stays", 3)
         pair.prefill_end.__exit__(None, None, None)
         assert goes_on(pair, "stays") == pair.reference(tokens)
+        with pytest.raises(LocalProtocolError):
+            pair.prefill_end.move_request("stays").result(20)
 
 
 def test_a_request_that_moves_fails_with_its_manager() -> None:
