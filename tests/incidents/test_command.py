@@ -87,6 +87,7 @@ async def stage_killed_peer(directory: Path) -> None:
             await prefill.expect("half", 1)
             await until(lambda: any((buffer == FILL).any() for buffer in pool.buffers))
             prefill.send_signal(signal.SIGKILL)
+            await until(lambda: not decode.statistics().rooms and not decode.quarantined())  # the proof takes a while
 
 
 async def stage_partition(directory: Path) -> None:
