@@ -71,10 +71,12 @@ async def test_a_killed_instance_is_replaced(registry: str, moves: bool) -> None
             assert decode.statistics().peers == 1
 
 
+@pytest.mark.parametrize("registry", ["file", pytest.param("etcd", marks=NEEDS_ETCD)], indirect=True)
 async def test_an_instance_that_stands_still_is_replaced(registry: str) -> None:
-    """Its port still answers, so nothing but the directory says that another process has taken its place."""
-    if registry.startswith("tcp"):
-        pytest.skip("the registry prefers the older one of two that claim a name")
+    """Its port still answers, so nothing but the directory says that another process has taken its place.
+
+    The embedded registry prefers the older one of two that claim a name.
+    """
     async with decode_at(registry) as decode, prefill_process(registry, unused_port()) as first:
         await hand_over(decode, first, 1)
         first.send_signal(signal.SIGSTOP)
