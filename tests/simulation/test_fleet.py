@@ -8,7 +8,7 @@ from simulation.fleet import run_fleet
 
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode"),
-    [(1, 4), (4, 1), pytest.param(1, 60, marks=pytest.mark.slow), pytest.param(60, 1, marks=pytest.mark.slow)],
+    [(1, 4), (4, 1), pytest.param(1, 40, marks=pytest.mark.slow), pytest.param(40, 1, marks=pytest.mark.slow)],
 )
 def test_a_fleet_whose_processes_are_replaced_loses_nothing(num_prefill: int, num_decode: int) -> None:
     row = run_fleet(1, num_prefill, num_decode, requests_per_s=10.0)
