@@ -108,17 +108,22 @@ def _look(folder: Path, seen: Mapping[str, _Seen], now: float) -> dict[str, _See
             if entry.name.endswith(SUFFIX):
                 name = unquote(entry.name.removesuffix(SUFFIX))
                 with suppress(FileNotFoundError):  # removed meanwhile
-                    is_at = entry.stat()
-                    looks = (is_at.st_mtime_ns, is_at.st_size, is_at.st_ino)
+                    state = entry.stat()
+                    looks = (state.st_mtime_ns, state.st_size, state.st_ino)
                     before = seen.get(name)
-                    is_same = before is not None and before.looks == looks
-                    found[name] = before if before is not None and is_same else _Seen(looks, now, _read(Path(entry)))
+                    if before is None or before.looks != looks:
+                        before = _Seen(looks, now, _read(Path(entry)))
+                    found[name] = before
     return found
 
 
 def _read(path: Path) -> Listing | None:
-    with path.open("rb") as file:
-        return read_listing(file.read(MAX_BYTES))
+    """Return the listing in a file; None if there is none, or it may not be read. Others count nevertheless."""
+    try:
+        with path.open("rb") as file:
+            return read_listing(file.read(MAX_BYTES))
+    except (IsADirectoryError, PermissionError):
+        return None
 
 
 def _write(path: Path, listing: Listing) -> None:

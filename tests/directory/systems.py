@@ -77,6 +77,7 @@ class Files(System):
     async def write_nonsense(self) -> None:
         (self._folder / "nonsense.json").write_text('{"endpoint": "tcp://0.0.0.0:0"}')
         (self._folder / "README").write_text("not a listing")
+        (self._folder / "folder.json").mkdir()
 
     @override
     async def go_down(self) -> None:
