@@ -20,7 +20,6 @@ from typing_extensions import override
 from kvflow.addresses import DirectoryURL
 from kvflow.directory.listings import (
     LEASE_S,
-    MAX_LISTED_INSTANCES,
     RENEW_S,
     UNREADABLE,
     Directory,
@@ -31,6 +30,7 @@ from kvflow.directory.listings import (
     read_listing,
 )
 from kvflow.errors import ConfigError
+from kvflow.gate.listings import MAX_LISTED_INSTANCES, MAX_REPORT_BYTES
 
 __all__ = ["EtcdDirectory"]
 
@@ -39,9 +39,6 @@ ANSWER_S: Final = 2.0
 
 QUIET_S: Final = 5.0
 """Time without a change after which a watch is begun again."""
-
-MAX_LINE_BYTES: Final = 16 * 2**20
-"""Maximum length of one report of a watch, which lists changes that were made at once."""
 
 
 class EtcdDirectory(Directory):
@@ -160,7 +157,7 @@ class _Server:
         wanted = {"key": _encoded(prefix), "range_end": _encoded(_end_of(prefix)), "start_revision": revision}
         body = msgspec.json.encode({"create_request": wanted})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=QUIET_S)
-        async with self._session.post("watch", data=body, timeout=timeout, read_bufsize=MAX_LINE_BYTES) as answer:
+        async with self._session.post("watch", data=body, timeout=timeout, read_bufsize=MAX_REPORT_BYTES) as answer:
             while True:
                 try:
                     line = await answer.content.readline()

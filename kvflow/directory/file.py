@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from kvflow.addresses import DirectoryURL
 from kvflow.directory.listings import (
-    MAX_LISTED_INSTANCES,
     RENEW_S,
     Directory,
     DirectoryDown,
@@ -25,6 +24,7 @@ from kvflow.directory.listings import (
     ListingTaken,
     read_listing,
 )
+from kvflow.gate.listings import MAX_LISTED_INSTANCES, MAX_LISTING_BYTES
 
 __all__ = ["FileDirectory"]
 
@@ -34,7 +34,6 @@ LOOK_S: Final = 0.5
 Result = TypeVar("Result")
 
 SUFFIX: Final = ".json"
-MAX_BYTES: Final = 4_096
 
 
 class _Seen(NamedTuple):
@@ -121,7 +120,7 @@ def _read(path: Path) -> Listing | None:
     """Return the listing in a file; None if there is none, or it may not be read. Others count nevertheless."""
     try:
         with path.open("rb") as file:
-            return read_listing(file.read(MAX_BYTES))
+            return read_listing(file.read(MAX_LISTING_BYTES))
     except (IsADirectoryError, PermissionError):
         return None
 

@@ -16,7 +16,6 @@ from kvflow.errors import ConfigError
 
 __all__ = [
     "LEASE_S",
-    "MAX_LISTED_INSTANCES",
     "REMOVE_S",
     "RENEW_S",
     "UNREADABLE",
@@ -35,9 +34,6 @@ LEASE_S: Final = 9.0
 """How long an instance stays listed without a renewal."""
 
 RENEW_S: Final = LEASE_S / 3
-
-MAX_LISTED_INSTANCES: Final = 65_536
-"""Listings that are read of a directory; what is beyond is not found."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

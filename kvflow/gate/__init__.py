@@ -2,5 +2,5 @@
 
 `sizes` says how long a message may be, `rates` how many may come and wait to be parsed, `shares` how much each sender
 may keep, `connections` which connections are cut, `identity` and `capability` who may say what, `hellos` what a
-handshake may take, and `grants` which page tables are asked for.
+handshake may take, `grants` which page tables are asked for, and `listings` how much of a directory is read.
 """

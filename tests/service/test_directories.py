@@ -49,10 +49,16 @@ async def decode_at(registry: str, **settings: object) -> AsyncIterator[kvflow.D
         yield rank
 
 
+def listed_address(decode: kvflow.DecodeRank) -> str | None:
+    """Return where a directory has listed the prefill instance."""
+    followed = decode._directories._listed
+    listing = None if followed is None else followed._subscription.find("prefill")
+    return None if listing is None else listing.endpoint
+
+
 def finds_prefill(decode: kvflow.DecodeRank) -> bool:
     """Return whether a directory has listed the prefill instance."""
-    listed = decode._directories._listed
-    return listed is not None and listed._subscription.find("prefill") is not None
+    return listed_address(decode) is not None
 
 
 async def failure_of(decode: kvflow.DecodeRank, room: int) -> TransferFailed:
@@ -81,8 +87,10 @@ async def test_an_instance_that_stands_still_is_replaced(registry: str) -> None:
         await hand_over(decode, first, 1)
         first.send_signal(signal.SIGSTOP)
         try:
-            async with prefill_process(registry, unused_port()) as second:
-                await hand_over(decode, second, 2)
+            port = unused_port()
+            async with prefill_process(registry, port) as second:
+                await until(lambda: listed_address(decode) == f"tcp://127.0.0.1:{port}")
+                await hand_over(decode, second, 2)  # an earlier one would have been asked of the first
         finally:
             first.send_signal(signal.SIGCONT)
 
