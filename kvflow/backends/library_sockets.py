@@ -16,6 +16,7 @@ import re
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,9 @@ EPOLL: Final = "anon_inode:[eventpoll]"
 WATCHED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bino:([0-9a-f]+)", re.MULTILINE)
 """Matches a descriptor that an epoll instance watches, and its inode."""
 
+REGISTERED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bdata:\s*([0-9a-f]+)", re.MULTILINE)
+"""Matches such a descriptor, and what was registered with it."""
+
 MAPPED: Final = bytes(10) + b"\xff\xff"
 """Prefix of an IPv6 address that maps an IPv4 address."""
 
@@ -71,6 +75,11 @@ MIN_RETRANSMITS: Final = 2
 
 ABORT: Final = struct.pack("ii", 1, 0)
 """SO_LINGER: drop what is unsent when the socket is closed."""
+
+
+_turns: Final[dict[int, threading.Lock]] = {}
+"""Held while a library creates an object, so that two threads do not find each other's instances. By process, because a
+forked one inherits a lock that is held."""
 
 
 class Carried(NamedTuple):
@@ -214,16 +223,23 @@ class LibrarySockets:
 def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
     """Create an object of a library, and find the epoll instances that it has created for its sockets.
 
+    Other threads may create some at the same time. Those of Python's and libuv's event loops, and the one of UCX's own
+    thread, register each descriptor under its number; those for a library's sockets, under a pointer. Of the empty
+    ones, only those count that another instance watches, as UCX's thread does.
+
     Returns:
         The object, and duplicated descriptors of the instances, owned by the caller; none if the system does not list
-        them. An instance created by another thread at the same time may be included.
+        them.
     """
     if sys.platform != "linux":
         return make(), ()
-    before = _epolls()
-    made = make()
-    new = _epolls() - before
-    return made, tuple(os.dup(fd) for fd in sorted(new) if not _watched_by(fd) & new)
+    with _turns.setdefault(os.getpid(), threading.Lock()):
+        before = _epolls()
+        made = make()
+        after = _epolls()
+        watched = {number for fd in after for number, _ in _registered_with(fd)}
+        found = tuple(copy for fd in sorted(after - before) for copy in _duplicate(fd, is_watched=fd in watched))
+    return made, found
 
 
 @contextmanager
@@ -297,6 +313,23 @@ def _epolls() -> set[int]:
     return found
 
 
-def _watched_by(fd: int) -> set[int]:
-    """Return the descriptors watched by an epoll instance."""
-    return {int(watched) for watched, _ in WATCHED.findall((DETAILS / str(fd)).read_text("ascii"))}
+def _duplicate(fd: int, *, is_watched: bool) -> list[int]:
+    """Duplicate the descriptor of an epoll instance, if that is for a library's sockets, and still open."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return []
+    registered = _registered_with(copy)
+    if all(number != data for number, data in registered) and (registered or is_watched):
+        return [copy]
+    os.close(copy)
+    return []
+
+
+def _registered_with(fd: int) -> list[tuple[int, int]]:
+    """Return each descriptor that an epoll instance watches, and the number under which it was registered."""
+    try:
+        text = (DETAILS / str(fd)).read_text("ascii")
+    except OSError:  # closed in the meantime
+        return []
+    return [(int(number), int(data, 16) & 0xFFFFFFFF) for number, data in REGISTERED.findall(text)]

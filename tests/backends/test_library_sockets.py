@@ -1,9 +1,19 @@
 """The connections of a library, found through its epoll instances."""
 
+import asyncio
+import ctypes
+import os
 import select
 import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Final
 
-from kvflow.backends.library_sockets import LibrarySockets
+from kvflow.backends.library_sockets import LibrarySockets, find_epolls
+
+EPOLL_CTL_ADD: Final = 1
 
 
 def end(of: tuple[str, int]) -> bytes:
@@ -33,3 +43,49 @@ def test_a_listener_is_not_shut_down_with_the_connections_to_a_name() -> None:
         epoll.register(listener.fileno())
         LibrarySockets((epoll.fileno(),)).abort_to("a-name")
         socket.create_connection(listener.getsockname()).close()
+
+
+def register_as_library(epoll: select.epoll, watched: socket.socket) -> None:
+    """Register a socket as a library in C does: under a pointer, not under its number."""
+    event = struct.pack("=IQ", select.EPOLLIN, id(watched))
+    assert ctypes.CDLL(None).epoll_ctl(epoll.fileno(), EPOLL_CTL_ADD, watched.fileno(), event) == 0
+
+
+def inodes(*sockets: socket.socket) -> list[int]:
+    return [os.fstat(it.fileno()).st_ino for it in sockets]
+
+
+def test_only_epolls_for_the_sockets_of_a_library_are_found() -> None:
+    """Not the one of the library's thread, those of other threads' event loops, or empty ones that nobody watches."""
+    with ExitStack() as stack:
+        one, _ = (stack.enter_context(it) for it in socket.socketpair())
+
+        def make() -> None:
+            empty, filled, thread, _ = [stack.enter_context(select.epoll()) for _ in range(4)]
+            register_as_library(filled, one)
+            thread.register(empty)
+            stack.callback(asyncio.new_event_loop().close)
+
+        _, found = find_epolls(make)
+        for fd in found:
+            stack.callback(os.close, fd)
+        assert [list(LibrarySockets([fd]).listed()) for fd in found] == [[], inodes(one)]
+
+
+def test_two_threads_do_not_find_each_others_epolls() -> None:
+    """Neither the instances, nor the duplicates that the other one makes."""
+    with ExitStack() as stack:
+        ready = threading.Semaphore(0)
+
+        def make() -> socket.socket:
+            own, _ = (stack.enter_context(it) for it in socket.socketpair())
+            register_as_library(stack.enter_context(select.epoll()), own)
+            ready.acquire(timeout=0.01)  # another thread has its turn
+            return own
+
+        with ThreadPoolExecutor(4) as threads:
+            made = list(threads.map(lambda _: find_epolls(make), range(8)))
+        for own, found in made:
+            for fd in found:
+                stack.callback(os.close, fd)
+            assert [list(LibrarySockets([fd]).listed()) for fd in found] == [inodes(own)]

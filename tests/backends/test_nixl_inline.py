@@ -1,6 +1,6 @@
 """Native calls that the event loop makes itself because waking the owner thread would take longer."""
 
-import functools
+import asyncio
 import os
 import select
 import socket
@@ -12,7 +12,6 @@ import anyio.lowlevel
 import pytest
 
 from kvflow.backends.base import PostEnded
-from kvflow.backends.library_sockets import find_epolls
 from kvflow.backends.nixl import NixlBackend
 from kvflow.backends.nixl.agent import NixlAgent
 from kvflow.backends.nixl.arrivals import Arrivals
@@ -126,20 +125,17 @@ async def test_what_stays_readable_is_looked_at_now_and_then(
         assert goes_on or seen == 3
 
 
-async def test_only_epolls_that_watch_no_other_new_one_are_found() -> None:
-    def make(*, is_nested: bool) -> tuple[select.epoll, select.epoll]:
-        inner, outer = select.epoll(), select.epoll()
-        if is_nested:
-            outer.register(inner)
-        return inner, outer
-
-    for is_nested in (False, True):
-        epolls, found = find_epolls(functools.partial(make, is_nested=is_nested))
-        assert len(found) == 2 - is_nested
-        for fd in found:
-            os.close(fd)
-        for epoll in epolls:
-            epoll.close()
+async def test_arrivals_that_cannot_be_watched_leave_no_watch_behind() -> None:
+    """The selector of the event loop cannot watch itself."""
+    loop = asyncio.get_running_loop()
+    with select.epoll() as epoll:
+        own = os.dup(loop._selector.fileno())  # type: ignore[attr-defined]
+        try:
+            with pytest.raises(OSError, match="Invalid argument"):
+                Arrivals([epoll.fileno(), own], lambda: True)
+            assert not loop.remove_reader(epoll.fileno())
+        finally:
+            os.close(own)
 
 
 async def test_closing_arrivals_twice_does_nothing() -> None:

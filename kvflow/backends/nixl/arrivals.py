@@ -31,8 +31,12 @@ class Arrivals:
         self._loop = asyncio.get_running_loop()
         self._poll = poll
         self._pauses: dict[int, asyncio.TimerHandle | None] = dict.fromkeys(epolls)
-        for fd in self._pauses:
-            self._loop.add_reader(fd, self._check_socket, fd)
+        try:
+            for fd in self._pauses:
+                self._loop.add_reader(fd, self._check_socket, fd)
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Stop watching. May be called twice."""
