@@ -27,6 +27,7 @@ class Bounds(Limits):
         bytes_per_layer_piece: Layers that become ready at different times are merged into one piece up to this size;
             beyond it they are sent as separate pieces, so that the first layers are sent while the others are still
             being computed.
+        bytes_per_background_post: The same for rooms in the background, because such a write may delay others.
         posts_per_peer: Writes posted to one peer and not yet ended.
         bytes_per_peer: Bytes of such writes; a single larger piece is still sent, alone.
         descriptors_per_peer: Maximum number of descriptors in such writes, estimated before planning; a single larger
@@ -43,6 +44,7 @@ class Bounds(Limits):
     queued_chunks: int = 1_024
     bytes_per_post: int = 64 * 2**20
     bytes_per_layer_piece: int = 4 * 2**20
+    bytes_per_background_post: int = 4 * 2**20
     posts_per_peer: int = 16
     bytes_per_peer: int = 128 * 2**20
     descriptors_per_peer: int = 2**21

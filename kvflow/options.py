@@ -12,11 +12,14 @@ class SendOptions(TypedDict, total=False):
         label: The engine's own ID for the request, for log lines; not sent to the other side.
         defer_lease: `Timeouts.grant_s` starts with `start_lease`, not with the last chunk. For engines that answer the
             router later than they compute: no decode rank can ask before it has the ticket.
+        background: Chunks give way to those of other rooms: one piece at a time, and while others are sent as well, for
+            at most a tenth of the time. For pages that nobody waits for, such as those that warm up another server.
         traceparent: W3C trace context of the engine's span for the request, see docs/tracing.md.
     """
 
     label: str | None
     defer_lease: bool
+    background: bool
     traceparent: str | None
 
 

@@ -45,6 +45,7 @@ class RoomSender(Transfer):
         "_footprint",
         "_granted",
         "_has_lease",
+        "_is_background",
         "_is_finished",
         "_is_quiescing",
         "_num_quiesced",
@@ -64,10 +65,12 @@ class RoomSender(Transfer):
         label: str | None = None,
         *,
         defer_lease: bool = False,
+        background: bool = False,
         traceparent: str | None = None,
     ) -> None:
         super().__init__(rank, room, label, TraceContext(check_traceparent(traceparent)))
         self._has_lease = not defer_lease
+        self._is_background = background
         self.wanted: Mapping[str, TokenRange] | None = None
         self.is_quiesced = False
         self.resume_at: int | None = None
@@ -346,7 +349,7 @@ class RoomSender(Transfer):
 
     @override
     def _open_room(self) -> None:
-        self._rank._open_transfer(self.room, self, ev.SendOpened(self.room, self._has_lease))
+        self._rank._open_transfer(self.room, self, ev.SendOpened(self.room, self._has_lease, self._is_background))
 
     async def __aenter__(self) -> Self:
         self._open_room()

@@ -126,6 +126,11 @@ class SplitPolicy(NamedTuple):
         """Return a policy that also splits pages larger than `num_bytes`. Packed pieces need not be whole pages."""
         return self._replace(page_tokens={name: self._fitting(name, num_bytes) for name in self.page_tokens})
 
+    def limit_pieces(self, num_bytes: int) -> "SplitPolicy":
+        """Return a policy whose pieces along the tokens are no larger than `num_bytes`."""
+        direct = None if self.direct is None else self.direct.limit_pieces(num_bytes)
+        return self._replace(piece_bytes=min(self.piece_bytes, num_bytes), direct=direct)
+
     def _fitting(self, name: str, num_bytes: int) -> int:
         """Halve the page size until a page fits, as long as it holds whole cells."""
         expected, size = self.expected[name], self.page_tokens[name]

@@ -58,13 +58,22 @@ def end(
 
 
 @functools.cache
-def _route() -> PeerRoute:
+def _route(*, is_background: bool) -> PeerRoute:
     side = layout()
     (compiled,) = rank_routes([side], side)
-    return peer_route(side, side, compiled.route)
+    route = peer_route(side, side, compiled.route)
+    return route.send_in_background(1) if is_background else route
 
 
-def piece(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: int = 1, priority: int = 0) -> Piece:
+def piece(
+    of: DeliveryId,
+    seq: int = 0,
+    num_bytes: int = 1,
+    *,
+    num_descriptors: int = 1,
+    priority: int = 0,
+    is_background: bool = False,
+) -> Piece:
     """Return a piece with what the queue needs."""
     tokens = (seq, seq + 1)
     notice = Notice(
@@ -83,7 +92,7 @@ def piece(of: DeliveryId, seq: int = 0, num_bytes: int = 1, *, num_descriptors: 
         pages={},
         grant=grant(of.room, of.generation, priority=priority),
         granted={},
-        link=_route(),
+        link=_route(is_background=is_background),
         notice=notice,
         cost=Cost(num_bytes, num_descriptors),
     )

@@ -103,6 +103,7 @@ class PeerRoute(msgspec.Struct, frozen=True):
         slices: Route as given in the Hello.
         staging: Staging window of the decode rank for packed pieces, or None if it has none.
         prepared: Data that the shell has prepared for planning; opaque to the core.
+        is_background: Pieces give way to those of other rooms.
     """
 
     route: BoundRoute
@@ -111,6 +112,12 @@ class PeerRoute(msgspec.Struct, frozen=True):
     split_policy: SplitPolicy
     staging: StagingWindow | None = None
     prepared: Any = None
+    is_background: bool = False
+
+    def send_in_background(self, piece_bytes: int) -> "PeerRoute":
+        """Return the same for a room in the background, whose pieces are split along the tokens at this size."""
+        policy = self.split_policy.limit_pieces(piece_bytes)
+        return msgspec.structs.replace(self, split_policy=policy, is_background=True)
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -119,10 +126,16 @@ class PeerRoute(msgspec.Struct, frozen=True):
 
 
 class SendOpened(msgspec.Struct, frozen=True):
-    """The engine opened a room for sending; if it `has_lease`, from the last chunk on, not from `LeaseStarted`."""
+    """The engine opened a room for sending.
+
+    Attributes:
+        has_lease: Its lease starts with the last chunk, not with `LeaseStarted`.
+        is_background: Its pieces give way to those of other rooms.
+    """
 
     room: RoomId
     has_lease: bool = True
+    is_background: bool = False
 
 
 class SendRefused(msgspec.Struct, frozen=True):

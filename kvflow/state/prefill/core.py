@@ -142,7 +142,7 @@ class PrefillCore:
                 return self._post_ended(event, now)
             case ev.SendOpened():
                 self._leaving.check_open(event.room)
-                return self.requests.open_room(event.room, now, has_lease=event.has_lease)
+                return self.requests.open_room(event, now)
             case ev.SendRefused():
                 return self.requests.refuse_unopened(event.room, event.failure)
             case ev.TimePassed():
@@ -372,7 +372,7 @@ class PrefillCore:
         if peer not in self.peers:
             return []
         effects = self.requests.peer_lost(peer, failure, now)
-        self.rooms.peer_disconnected(peer)
+        self.rooms.peer_disconnected(peer, now)
         effects += self.offers.peer_left(peer, failure)
         self.peers.remove(peer, failure)
         self.slots.disconnected(peer)

@@ -71,10 +71,10 @@ class SendContext(NamedTuple):
         self.peers.close(delivery, failure)
         return self.failed(delivery, failure, drained=True)
 
-    def release_credit(self, delivery: DeliveryId, seq: int) -> None:
+    def release_credit(self, delivery: DeliveryId, seq: int, now: float) -> None:
         """Return the credit of a post that may take long to end, and must not block others until then."""
         if not self.queue.is_in_doubt(delivery, seq):
-            self.queue.end_piece(delivery, seq, PieceEnd.IN_DOUBT)
+            self.queue.end_piece(delivery, seq, PieceEnd.IN_DOUBT, now)
             self.slots.in_doubt(delivery, seq)
 
 

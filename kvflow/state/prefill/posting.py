@@ -44,7 +44,8 @@ class Posting:
     def take_turn(self, now: float) -> list[PrefillEffect]:
         """Send queued pieces as long as planning them is cheap, then yield to the event loop."""
         effects: list[PrefillEffect] = []
-        if not self._queue.candidates or self._continues:  # nothing can be taken, or the event loop is to have its turn
+        has_candidates = self._queue.lanes.candidates or self._queue.background.candidates
+        if not has_candidates or self._continues:  # nothing can be taken, or the event loop is to have its turn
             return effects
         for _ in range(PIECES_PER_TURN):
             piece = self._queue.pop(now, self._judge)
@@ -109,7 +110,7 @@ class Posting:
         for effect in effects:
             match effect:
                 case DropPlan():
-                    self._queue.end_piece(plan.delivery, plan.seq, PieceEnd.DROPPED)
+                    self._queue.end_piece(plan.delivery, plan.seq, PieceEnd.DROPPED, now)
                 case PostPlan(notice=notice) if notice.staged is not None:
                     self._slots.posted(plan.delivery, plan.seq, notice)
                 case PostPlan():
@@ -129,7 +130,7 @@ class Posting:
         """Fail the room of a piece that cannot be planned."""
         self._end_slow_plan(event.delivery, event.seq)
         self._slots.not_posted(event.delivery, event.seq)
-        self._queue.end_piece(event.delivery, event.seq, PieceEnd.DROPPED)
+        self._queue.end_piece(event.delivery, event.seq, PieceEnd.DROPPED, now)
         room, delivery = self._rooms.find_delivery(event.delivery)
         if room is None or delivery is None:
             unfenced = self._rooms.unfenced.find(event.delivery)
@@ -144,7 +145,7 @@ class Posting:
 
     def post_ended(self, event: ev.PostEnded, now: float) -> list[PrefillEffect]:
         """Note that a post has ended."""
-        self._queue.end_piece(event.delivery, event.seq, PieceEnd.ENDED)
+        self._queue.end_piece(event.delivery, event.seq, PieceEnd.ENDED, now)
         self._slots.ended(event, now)
         room, delivery = self._rooms.find_delivery(event.delivery)
         if room is None or delivery is None:
@@ -157,7 +158,7 @@ class Posting:
 
     def post_in_doubt(self, event: ev.PostInDoubt, now: float) -> list[PrefillEffect]:
         """Note that the transport cannot tell whether a post has ended."""
-        self._context.release_credit(event.delivery, event.seq)  # it must not block others until it ends
+        self._context.release_credit(event.delivery, event.seq, now)  # it must not block others until it ends
         room, delivery = self._rooms.find_delivery(event.delivery)
         if room is None or delivery is None:
             return [CountAnomaly("doubt_of_unknown_post", event.delivery.peer, event.delivery.room)]

@@ -14,24 +14,29 @@ heads of the rotations; finding it costs the same however many wait. It follows 
 - a class is worth a head start of `ageing_s` over the next one, and no more;
 - once a delivery of class `c` has waited for `c * ageing_s`, only deliveries that are already queued can have a turn
   before it, one each.
+
+Pieces in the background have a queue of their own, and a turn only when no other piece can have one. They take no
+bandwidth from others but a bounded share of the time, see `BackgroundPace`.
 """
 
 import enum
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from kvflow.bounds import Bounds
 from kvflow.state.effects import Cost, Piece, PieceSlots
 from kvflow.state.events import DeliveryId
+from kvflow.state.prefill.lanes import DeliveryQueue, Lane, Lanes, QueuedPiece
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.wire.messages import PeerId
 
-__all__ = ["PieceEnd", "PieceQueue", "Turn", "Window"]
+__all__ = ["BackgroundPace", "PieceEnd", "PieceQueue", "Turn", "Window"]
+
+PAUSE_PER_PIECE: Final = 9
+"""Pause of pieces in the background beside others, per time of a piece: they are under way a tenth of the time."""
 
 
 class Turn(enum.Enum):
@@ -89,12 +94,33 @@ class Window:
         self.num_descriptors -= cost.num_descriptors
 
 
-class _Entry(NamedTuple):
-    """A queued piece, when it was queued, and whether to pack it if there are slots."""
+@dataclass(slots=True)
+class BackgroundPace:
+    """Lets one piece in the background be under way at a time, so that others share no link with more than one.
 
-    piece: Piece
-    enqueued_at: float
-    wants_slot: bool
+    Beside other pieces, it pauses after each one for `PAUSE_PER_PIECE` times as long as that one took.
+
+    Attributes:
+        num_others: Pieces under way that are not in the background.
+    """
+
+    num_others: int = 0
+    _began: float | None = None
+    _paused_until: float = 0.0
+
+    def admits(self, now: float) -> bool:
+        """Return whether a piece may be taken now."""
+        return self._began is None and (not self.num_others or now >= self._paused_until)
+
+    def begin_piece(self, now: float) -> None:
+        """Note that a piece was taken."""
+        self._began = now
+
+    def end_piece(self, now: float) -> None:
+        """Note that the piece has returned its credit."""
+        if self._began is not None:
+            self._paused_until = now + PAUSE_PER_PIECE * (now - self._began)
+            self._began = None
 
 
 @dataclass(slots=True)
@@ -103,6 +129,7 @@ class _UnderWay:
 
     charge: Cost | None
     slots: PieceSlots | None
+    is_background: bool
 
 
 class PieceQueue:
@@ -111,7 +138,8 @@ class PieceQueue:
     It reads no clock: callers pass the time, which never decreases from call to call.
 
     Attributes:
-        candidates: Peers with a waiting piece that may fit their window; without any, `pop` takes nothing.
+        lanes: Pieces that wait. Without any candidates in either, `pop` takes nothing.
+        background: Pieces that wait in the background.
         full: Peers with as many waiting pieces as allowed, or more.
         has_freed_capacity: Whether a full queue of a peer has gained capacity; the caller resets it.
     """
@@ -126,11 +154,9 @@ class PieceQueue:
         self._remote = remote
         self._under_way: dict[tuple[DeliveryId, int], _UnderWay] = {}
         self._limits = limits
-        self._lanes: dict[PeerId, _Lane] = {}
+        self.lanes, self.background = Lanes(), Lanes()
+        self._pace = BackgroundPace()
         self._windows: dict[PeerId, Window] = {}
-        self.candidates: OrderedDict[PeerId, None] = OrderedDict()
-        self._deferred: OrderedDict[PeerId, None] = OrderedDict()
-        self._without_slot: OrderedDict[PeerId, None] = OrderedDict()
         self._num_waiting: dict[PeerId, int] = {}
         self.full: dict[PeerId, None] = {}
         self.has_freed_capacity = False
@@ -159,45 +185,48 @@ class PieceQueue:
     def push(self, piece: Piece, now: float, *, wants_slot: bool) -> None:
         """Append an expected piece to the queue of its delivery."""
         peer = piece.delivery.peer
-        if peer not in self._lanes:
-            self._lanes[peer] = _Lane(self._limits.ageing_s)
-        self._lanes[peer].push(_Entry(piece, now, wants_slot))
-        self.candidates.setdefault(peer)
+        lanes = self.background if piece.link.is_background else self.lanes
+        if peer not in lanes.by_peer:
+            lanes.by_peer[peer] = Lane(self._limits.ageing_s)
+        lanes.by_peer[peer].push(QueuedPiece(piece, now, wants_slot))
+        lanes.candidates.setdefault(peer)
 
     def pop(self, now: float, turn: Callable[[Piece, bool], Turn] = lambda _, __: Turn.TAKEN) -> Piece | None:
         """Take the piece whose turn it is, and charge its credit; None if no peer's next piece fits and is taken.
 
         `turn` is called with the piece and whether it is packed. A piece that it does not take keeps its turn.
         """
-        while self.candidates:
-            peer = next(iter(self.candidates))
-            line, window = self._lanes[peer].next_line(), self._windows.get(peer)
+        while self.lanes.candidates or (self.background.candidates and self._pace.admits(now)):
+            lanes = self.lanes if self.lanes.candidates else self.background
+            peer = next(iter(lanes.candidates))
+            line, window = lanes.by_peer[peer].next_line(), self._windows.get(peer)
             entry = line.entries[0]
             pools = self._pools(entry) if entry.wants_slot else ()
             cost = entry.piece.cost.packed if pools else entry.piece.cost
             if pools and not self._local.num_free:
-                self._without_slot.setdefault(peer)
+                lanes.without_slot.setdefault(peer)
             elif (window is None or window.admits(cost)) and all(pool.num_free for pool in pools):
                 match turn(entry.piece, bool(pools)):
                     case Turn.TAKEN:
-                        return self._take_piece(peer, line, pools, cost, now)
+                        return self._take_piece(lanes, line, pools, cost, now)
                     case Turn.OVER:
                         return None
-                self._deferred.setdefault(peer)
-            del self.candidates[peer]
+                lanes.deferred.setdefault(peer)
+            del lanes.candidates[peer]
             self._look_at_next_without_slot()
         return None
 
     def resume(self) -> bool:
         """Reconsider the peer that was deferred first; return whether there is one."""
-        if not self._deferred:
+        lanes = self.lanes if self.lanes.deferred else self.background
+        if not lanes.deferred:
             return False
-        peer, _ = self._deferred.popitem(last=False)
-        self.candidates[peer] = None
-        self.candidates.move_to_end(peer, last=False)
+        peer, _ = lanes.deferred.popitem(last=False)
+        lanes.candidates[peer] = None
+        lanes.candidates.move_to_end(peer, last=False)
         return True
 
-    def end_piece(self, delivery: DeliveryId, seq: int, how: PieceEnd) -> None:
+    def end_piece(self, delivery: DeliveryId, seq: int, how: PieceEnd, now: float) -> None:
         """Return the credit of a piece from `pop`. The peer returns the remote slot of a posted piece."""
         taken = self._under_way[delivery, seq] if how is PieceEnd.IN_DOUBT else self._under_way.pop((delivery, seq))
         if taken.slots is not None:  # first, so that the peer that has waited longest for the slot gets it
@@ -206,6 +235,10 @@ class PieceQueue:
             window = self._windows[delivery.peer]
             window.end_post(taken.charge)
             taken.charge = None
+            if taken.is_background:
+                self._pace.end_piece(now)
+            else:
+                self._pace.num_others -= 1
             if window.num_posts == 0:
                 del self._windows[delivery.peer]
             self.look_again(delivery.peer)
@@ -223,33 +256,39 @@ class PieceQueue:
 
     def look_again(self, peer: PeerId) -> None:
         """Reconsider a peer's pieces, because one of its slots has become free or lost."""
-        if peer in self._lanes:
-            self.candidates.setdefault(peer)
+        for lanes in (self.lanes, self.background):
+            if peer in lanes.by_peer:
+                lanes.candidates.setdefault(peer)
 
     def drop(self, delivery: DeliveryId, first: int = 0) -> None:
         """Drop the queued pieces of a delivery, from number `first` on."""
-        lane = self._lanes.get(delivery.peer)
-        if lane is None:
-            return
-        self.stop_expecting(delivery.peer, lane.drop(delivery, first))
-        self.candidates.setdefault(delivery.peer)
-        self._forget_if_empty(delivery.peer)
+        peer = delivery.peer
+        for lanes in (self.lanes, self.background):
+            if peer in lanes.by_peer:
+                self.stop_expecting(peer, lanes.by_peer[peer].drop(delivery, first))
+                lanes.candidates.setdefault(peer)
+                lanes.forget_if_empty(peer)
 
     def _take_piece(
-        self, peer: PeerId, line: "_DeliveryQueue", pools: tuple[SlotPool, ...], cost: Cost, now: float
+        self, lanes: Lanes, line: DeliveryQueue, pools: tuple[SlotPool, ...], cost: Cost, now: float
     ) -> Piece:
-        piece = self._lanes[peer].take_turn(line, now).piece
+        peer, is_background = line.delivery.peer, lanes is self.background
+        piece = lanes.by_peer[peer].take_turn(line, now).piece
         if pools:
             piece = replace(piece, slots=PieceSlots(*(pool.take_slot() for pool in pools)))
-        self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots)
+        self._under_way[piece.delivery, piece.seq] = _UnderWay(cost, piece.slots, is_background)
+        if is_background:
+            self._pace.begin_piece(now)
+        else:
+            self._pace.num_others += 1
         if peer not in self._windows:
             limits = self._limits
             self._windows[peer] = Window(limits.posts_per_peer, limits.bytes_per_peer, limits.descriptors_per_peer)
         self._windows[peer].begin(cost)
         self.stop_expecting(peer, 1)
-        self.candidates.move_to_end(peer)
-        self._deferred.pop(peer, None)
-        self._forget_if_empty(peer)
+        lanes.candidates.move_to_end(peer)
+        lanes.deferred.pop(peer, None)
+        lanes.forget_if_empty(peer)
         self._look_at_next_without_slot()
         return piece
 
@@ -265,10 +304,11 @@ class PieceQueue:
 
     def _look_at_next_without_slot(self) -> None:
         """Reconsider the peer that has waited longest for a local slot, if one is free, or none will ever be."""
-        if self._without_slot and (self._local.num_free or not self._local.may_come):
-            self.candidates.setdefault(self._without_slot.popitem(last=False)[0])
+        lanes = self.lanes if self.lanes.without_slot else self.background
+        if lanes.without_slot and (self._local.num_free or not self._local.may_come):
+            lanes.candidates.setdefault(lanes.without_slot.popitem(last=False)[0])
 
-    def _pools(self, entry: _Entry) -> tuple[SlotPool, ...]:
+    def _pools(self, entry: QueuedPiece) -> tuple[SlotPool, ...]:
         """Return the pools of a piece's slots; none if no slot is or will become free."""
         if self._remote is None:
             return ()
@@ -277,76 +317,3 @@ class PieceQueue:
             return ()
         pools = (self._local, remote)
         return pools if all(pool.num_free or pool.may_come for pool in pools) else ()
-
-    def _forget_if_empty(self, peer: PeerId) -> None:
-        if not self._lanes[peer].lines:
-            del self._lanes[peer]
-            del self.candidates[peer]
-            self._deferred.pop(peer, None)
-            self._without_slot.pop(peer, None)
-
-
-class _DeliveryQueue(msgspec.Struct):
-    """Queued pieces of one delivery, in order; `place` is its due time and, among equals, its order of arrival."""
-
-    delivery: DeliveryId
-    entries: deque[_Entry]
-    place: tuple[float, int] = (0.0, 0)
-
-
-class _Lane:
-    """The pieces that wait for one peer: a line for each delivery, in the rotation of its class."""
-
-    def __init__(self, ageing_s: float) -> None:
-        self._ageing_s = ageing_s
-        self.lines: dict[DeliveryId, _DeliveryQueue] = {}
-        self._rotations: dict[int, OrderedDict[DeliveryId, _DeliveryQueue]] = {}
-        self._num_joined = 0
-
-    def push(self, entry: _Entry) -> None:
-        line = self.lines.get(entry.piece.delivery)
-        if line is not None:
-            line.entries.append(entry)
-            return
-        delivery = entry.piece.delivery
-        self.lines[delivery] = line = _DeliveryQueue(delivery, deque([entry]))
-        self._join(line, entry.enqueued_at)
-
-    def take_turn(self, line: _DeliveryQueue, now: float) -> _Entry:
-        self._leave(line)
-        entry = line.entries.popleft()
-        if line.entries:
-            self._join(line, now)
-        else:
-            del self.lines[line.delivery]
-        return entry
-
-    def drop(self, delivery: DeliveryId, first: int) -> int:
-        line = self.lines.get(delivery)
-        if line is None:
-            return 0
-        num_before = len(line.entries)
-        kept = [entry for entry in line.entries if entry.piece.seq < first]
-        if not kept:
-            self._leave(line)
-            del self.lines[delivery]
-        line.entries = deque(kept)
-        return num_before - len(kept)
-
-    def next_line(self) -> _DeliveryQueue:
-        firsts = [next(iter(rotation.values())) for rotation in self._rotations.values()]
-        return firsts[0] if len(firsts) == 1 else min(firsts, key=lambda line: line.place)
-
-    def _join(self, line: _DeliveryQueue, now: float) -> None:
-        piece, enqueued_at, _ = line.entries[0]
-        due = max(now, enqueued_at + piece.grant.priority * self._ageing_s)
-        line.place = (due, self._num_joined)
-        self._num_joined += 1
-        self._rotations.setdefault(piece.grant.priority, OrderedDict())[line.delivery] = line
-
-    def _leave(self, line: _DeliveryQueue) -> None:
-        priority = line.entries[0].piece.grant.priority
-        rotation = self._rotations[priority]
-        del rotation[line.delivery]
-        if not rotation:
-            del self._rotations[priority]

@@ -6,7 +6,7 @@ A request for a room that the engine has not opened waits, is answered with the 
 from kvflow.errors import FailureReason
 from kvflow.room import RoomId
 from kvflow.state.effects import CountAnomaly, PrefillEffect
-from kvflow.state.events import DeliveryId
+from kvflow.state.events import DeliveryId, SendOpened
 from kvflow.state.prefill.deadlines import DeclineForgotten, PrefillTimer, RoomUnopened
 from kvflow.state.prefill.delivery import SendContext
 from kvflow.state.prefill.peers import DecodePeer
@@ -33,9 +33,9 @@ class Requests:
 
     # Requests from the engine ----------------------------------------------------------------------------------------
 
-    def open_room(self, room: RoomId, now: float, *, has_lease: bool = True) -> list[PrefillEffect]:
+    def open_room(self, event: SendOpened, now: float) -> list[PrefillEffect]:
         """Open a room, and serve the requests that have arrived before. Errors are as in `Rooms.open`."""
-        opened = self._rooms.open(room, has_lease=has_lease)
+        room, opened = event.room, self._rooms.open(event)
         effects: list[PrefillEffect] = []
         for peer in self.waiting.peers(room):
             asked_at = self.waiting.asked_at(room, peer)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from kvflow.errors import FailureReason, LocalProtocolError
 from kvflow.geometry.pages import WIRE_PAGES
 from kvflow.geometry.ranges import TokenRange, hull
-from kvflow.room import RoomId
 from kvflow.state.effects import PrefillEffect, ReportGranted, ReportQuiesced, ReportSender
-from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PostEnded
+from kvflow.state.events import Chunk, DeliveryId, PeerRoute, PostEnded, SendOpened
 from kvflow.state.prefill.deadlines import GrantOverdue, PrefillTimer, RoomUndrained, RoomUngranted, RoomUnquiesced
 from kvflow.state.prefill.delivery import STANDING, Delivery, SendContext
 from kvflow.state.prefill.waiting import Announcement, Asked
@@ -43,9 +42,9 @@ class Room:
         has_lease: Decode ranks could know of it, and must ask for it in time.
     """
 
-    def __init__(self, context: SendContext, room: RoomId, *, has_lease: bool = True) -> None:
-        self.room = room
-        self.has_lease = has_lease
+    def __init__(self, context: SendContext, opened: SendOpened) -> None:
+        self.room = opened.room
+        self.has_lease = opened.has_lease
         self.state = TransferState()
         self.failure: Failure | None = None
         self.deliveries: dict[RankId, Delivery] = {}
@@ -58,6 +57,7 @@ class Room:
         self.num_safe = 0
         self.num_quarantined = 0
         self.has_changed = False
+        self._is_background = opened.is_background
         self._context = context
         self._error = context.error
         self.feed = FeedState.OPEN
@@ -181,6 +181,8 @@ class Room:
         Raises:
             PlanError: The granted page tables are invalid; nothing has changed.
         """
+        if self._is_background:
+            link = link.send_in_background(self._context.settings.limits.bytes_per_background_post)
         delivery = Delivery(self._context, peer, grant, link, self._on_change, granted_at)
         self._on_change(delivery)
         self._num_decode_ranks = grant.num_decode_ranks

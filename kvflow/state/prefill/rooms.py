@@ -13,6 +13,7 @@ from kvflow.state.events import (
     QuiesceAsked,
     ReclaimAsked,
     SendAborted,
+    SendOpened,
 )
 from kvflow.state.prefill.deadlines import (
     DeliveryDeadline,
@@ -65,7 +66,7 @@ class Rooms:
 
     # Requests from the engine ----------------------------------------------------------------------------------------
 
-    def open(self, room: RoomId, *, has_lease: bool = True) -> Room:
+    def open(self, event: SendOpened) -> Room:
         """Open a room.
 
         Raises:
@@ -73,6 +74,7 @@ class Rooms:
             CapacityExceeded: Too many rooms are open, too much memory is in quarantine, or too many writes may still
                 land.
         """
+        room = event.room
         if room in self.rooms:
             raise LocalProtocolError("room is in use", room=room, memory=self.rooms[room].state.memory.value)
         if len(self.rooms) >= self._limits.transfers:
@@ -80,7 +82,7 @@ class Rooms:
         self._quarantine.check_admission()
         self.unfenced.check_place()
         self._failed.forget(room)
-        opened = self.rooms[room] = Room(self._context, room, has_lease=has_lease)
+        opened = self.rooms[room] = Room(self._context, event)
         return opened
 
     def is_open(self, room: RoomId) -> bool:
@@ -211,11 +213,11 @@ class Rooms:
                 effects += self.fail(room, failure, now)
         return effects
 
-    def peer_disconnected(self, peer: PeerId) -> None:
+    def peer_disconnected(self, peer: PeerId, now: float) -> None:
         """Return the credit of posts to a disconnected rank: they may take minutes, and it may reconnect before."""
         for delivery in self._deliveries_to(peer):
             for seq in delivery.posted:
-                self._context.release_credit(delivery.id, seq)
+                self._context.release_credit(delivery.id, seq, now)
         self.unfenced.peer_disconnected(peer)
 
     def is_fenced(self, peer: PeerId) -> bool:

@@ -12,7 +12,7 @@ from kvflow.state.effects import Piece
 from kvflow.state.events import DeliveryId
 from kvflow.state.prefill.deadlines import PrefillTimer
 from kvflow.state.prefill.peers import DecodePeers
-from kvflow.state.prefill.queue import PieceEnd, PieceQueue, Turn
+from kvflow.state.prefill.queue import PAUSE_PER_PIECE, PieceEnd, PieceQueue, Turn
 from kvflow.state.prefill.slots import RemoteSlots, SlotPool
 from kvflow.state.timers import Timers
 from kvflow.wire.messages import PeerId, StagingWindow
@@ -47,8 +47,8 @@ def push(queue: PieceQueue, queued: Queued, *, wants_slot: bool = False) -> None
     queue.push(waiting, now, wants_slot=wants_slot)
 
 
-def end(queue: PieceQueue, taken: Piece, how: PieceEnd = PieceEnd.ENDED) -> None:
-    queue.end_piece(taken.delivery, taken.seq, how)
+def end(queue: PieceQueue, taken: Piece, how: PieceEnd = PieceEnd.ENDED, at: float = 0.0) -> None:
+    queue.end_piece(taken.delivery, taken.seq, how, at)
 
 
 def place(taken: Piece) -> Place:
@@ -211,7 +211,7 @@ def test_peers_that_wait_for_a_local_slot_get_it_in_order(how: PieceEnd) -> None
     assert sorted(ranks) == sorted(in_order)
     assert how is PieceEnd.IN_DOUBT or ranks == in_order
     assert len(queue) == 0
-    assert not queue._without_slot
+    assert not queue.lanes.without_slot
 
 
 def test_a_peer_that_cannot_use_a_local_slot_does_not_keep_it_from_others() -> None:
@@ -358,12 +358,11 @@ def test_nothing_is_kept_for_peers_that_are_served() -> None:
     queue.drop(delivery(PEERS[0], 2))
     for taken in take_all(queue):
         end(queue, taken)
-    assert not queue._lanes
     assert not queue._windows
-    assert not queue.candidates
     assert not queue._num_waiting
     assert not queue._under_way
-    assert not queue._without_slot
+    lanes = queue.lanes
+    assert not any((lanes.by_peer, lanes.candidates, lanes.deferred, lanes.without_slot))
 
 
 # Priority ----------------------------------------------------------------------------------------------------------
@@ -464,7 +463,7 @@ def steps_of_a_slot(num_peers: int) -> list[int]:
     under_way = deque(queue._under_way)
 
     def turn() -> None:
-        queue.end_piece(*under_way.popleft(), PieceEnd.ENDED)
+        queue.end_piece(*under_way.popleft(), PieceEnd.ENDED, 0.0)
         (taken,) = take_all(queue)
         under_way.append((taken.delivery, taken.seq))
 
@@ -474,3 +473,65 @@ def steps_of_a_slot(num_peers: int) -> list[int]:
 def test_a_free_slot_costs_the_same_however_many_peers_wait_for_it() -> None:
     few, many = steps_of_a_slot(30), steps_of_a_slot(300)
     assert max(many) < 1.1 * min(few)
+
+
+def background_queue(*others: Queued, in_background: int = 2) -> PieceQueue:
+    """Return a queue with pieces in the background for one peer, and then others."""
+    queue = queue_of(())
+    for seq in range(in_background):
+        push(queue, (piece(delivery(PEERS[0], room=9), seq, is_background=True), 0.0))
+    for other in others:
+        push(queue, other)
+    return queue
+
+
+def test_pieces_in_the_background_come_after_all_others_and_one_at_a_time() -> None:
+    queue = background_queue(job(delivery(PEERS[0])), job(delivery(PEERS[1]), priority=LOWEST))
+    first, second, third = take_all(queue)
+    assert [place(taken) for taken in (first, second, third)] == [(0, 1, 0), (1, 1, 0), (0, 9, 0)]
+    assert queue.pop(0.0) is None
+    end(queue, third)
+    assert [place(taken) for taken in take_all(queue)] == [(0, 9, 1)]
+
+
+def test_pieces_in_the_background_follow_one_another_while_nothing_else_is_sent() -> None:
+    queue = background_queue(in_background=3)
+    for seq in range(3):
+        (taken,) = take_all(queue, float(seq))
+        assert place(taken) == (0, 9, seq)
+        end(queue, taken, at=seq + 1.0)
+
+
+def test_pieces_in_the_background_pause_beside_others() -> None:
+    queue = background_queue(job(delivery(PEERS[1])))
+    _, taken = take_all(queue, 1.0)
+    end(queue, taken, at=2.0)
+    pause_s = PAUSE_PER_PIECE * 1.0
+    assert queue.pop(2.0 + pause_s - 0.1) is None
+    assert [place(taken) for taken in take_all(queue, 2.0 + pause_s)] == [(0, 9, 1)]
+
+
+def test_pieces_in_the_background_go_on_when_the_others_have_ended() -> None:
+    queue = background_queue(job(delivery(PEERS[1])))
+    other, taken = take_all(queue, 1.0)
+    end(queue, taken, at=2.0)
+    assert queue.pop(2.0) is None
+    end(queue, other, at=3.0)
+    assert [place(taken) for taken in take_all(queue, 3.0)] == [(0, 9, 1)]
+
+
+def test_a_piece_in_the_background_that_is_in_doubt_makes_way_for_the_next() -> None:
+    queue = background_queue()
+    (taken,) = take_all(queue)
+    end(queue, taken, PieceEnd.IN_DOUBT)
+    assert [place(taken) for taken in take_all(queue)] == [(0, 9, 1)]
+    end(queue, taken)
+    assert queue.pop(0.0) is None
+
+
+def test_a_piece_in_the_background_waits_for_credit_of_its_peer() -> None:
+    queue = queue_of([job(delivery(PEERS[0]))], posts=1)
+    push(queue, (piece(delivery(PEERS[0], room=9), is_background=True), 0.0))
+    (other,) = take_all(queue)
+    end(queue, other)
+    assert [place(taken) for taken in take_all(queue)] == [(0, 9, 0)]

@@ -11,7 +11,7 @@ from kvflow.bounds import Bounds
 from kvflow.config import NUM_PRIORITIES
 from kvflow.state.effects import Cost, Piece
 from kvflow.state.events import DeliveryId
-from kvflow.state.prefill.queue import PieceEnd, PieceQueue
+from kvflow.state.prefill.queue import PAUSE_PER_PIECE, PieceEnd, PieceQueue
 from kvflow.wire.messages import PeerId
 from tests.support.examples import examples
 from tests.support.sending import PEERS, delivery, piece
@@ -53,6 +53,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = PieceQueue(LIMITS)
         self.now = 0.0
         self.waiting: dict[DeliveryId, Waiting] = {}
+        self.background: dict[DeliveryId, list[Piece]] = {}
+        self.background_began = self.paused_until = 0.0
         self.under_way: list[Piece] = []
         self.priorities: dict[DeliveryId, int] = {}
         self.turns_of_peers: dict[PeerId, Counter[PeerId]] = {}
@@ -80,6 +82,15 @@ class QueueMachine(RuleBasedStateMachine):
             self.waiting.setdefault(of, Waiting(self.now)).pieces.append(new)
         self.follow_peers()
 
+    @rule(of=st.builds(delivery, peers, st.integers(6, 7)), sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3))
+    def push_in_background(self, of: DeliveryId, sizes: list[int]) -> None:
+        for num_bytes in sizes:
+            new = piece(of, self.num_pushed, num_bytes, is_background=True)
+            self.num_pushed += 1
+            self.queue.expect(of.peer)
+            self.queue.push(new, self.now, wants_slot=False)
+            self.background.setdefault(of, []).append(new)
+
     @rule(count=st.integers(1, 6))
     def pop(self, count: int) -> None:
         for _ in range(count):
@@ -87,27 +98,35 @@ class QueueMachine(RuleBasedStateMachine):
             taken = self.queue.pop(self.now)
             if taken is None:
                 assert not self.turns_of_peers
+                assert not self.may_go_on_in_background()
                 return
-            self.check_turn(taken)
-            self.take(taken)
+            if taken.link.is_background:
+                self.take_in_background(taken)
+            else:
+                self.check_turn(taken)
+                self.take(taken)
 
     @precondition(lambda self: self.under_way)
     @rule(which=st.integers(0, 100))
     def end(self, which: int) -> None:
         ended = self.under_way.pop(which % len(self.under_way))
-        self.queue.end_piece(ended.delivery, ended.seq, PieceEnd.ENDED)
+        self.queue.end_piece(ended.delivery, ended.seq, PieceEnd.ENDED, self.now)
+        if ended.link.is_background:
+            self.paused_until = self.now + PAUSE_PER_PIECE * (self.now - self.background_began)
 
-    @rule(of=deliveries)
+    @rule(of=st.builds(delivery, peers, st.integers(1, 7)))
     def drop(self, of: DeliveryId) -> None:
-        waiting = self.waiting.pop(of, None)
+        waiting, in_background = self.waiting.pop(of, None), self.background.pop(of, [])
         before = len(self.queue)
         self.queue.drop(of)
-        assert before - len(self.queue) == (len(waiting.pieces) if waiting else 0)
+        assert before - len(self.queue) == (len(waiting.pieces) if waiting else 0) + len(in_background)
         self.follow_peers()
 
     @invariant()
     def counts_are_those_of_what_waits_and_what_is_under_way(self) -> None:
-        assert len(self.queue) == sum(len(waiting.pieces) for waiting in self.waiting.values())
+        in_background = sum(map(len, self.background.values()))
+        assert len(self.queue) == sum(len(waiting.pieces) for waiting in self.waiting.values()) + in_background
+        assert sum(out.link.is_background for out in self.under_way) <= 1
         windows = self.queue._windows
         assert sorted(windows) == sorted({out.delivery.peer for out in self.under_way})
         for peer, window in windows.items():
@@ -121,11 +140,13 @@ class QueueMachine(RuleBasedStateMachine):
         """Check that everything that waits gets its turn, and that nothing is left."""
         if not hasattr(self, "queue"):
             return
-        while self.waiting or self.under_way:
+        while self.waiting or self.background or self.under_way:
             self.pop(1)
             if self.under_way:
                 self.end(0)
-        assert (len(self.queue), self.queue._lanes, self.queue._windows) == (0, {}, {})
+        assert (len(self.queue), self.queue._windows) == (0, {})
+        for lanes in (self.queue.lanes, self.queue.background):
+            assert not any((lanes.by_peer, lanes.candidates, lanes.deferred, lanes.without_slot))
         assert (self.queue._num_waiting, len(self.queue._under_way)) == ({}, 0)
 
     def take(self, taken: Piece) -> None:
@@ -144,6 +165,28 @@ class QueueMachine(RuleBasedStateMachine):
             turns[peer] += 1
         self.turns_of_peers.pop(peer, None)
         self.under_way.append(taken)
+
+    def take_in_background(self, taken: Piece) -> None:
+        """Check that nothing else had to go first, and that others have had their time."""
+        assert not self.turns_of_peers
+        assert self.may_begin_in_background()
+        assert self.fits(taken)
+        mine = self.background[taken.delivery]
+        assert taken is mine.pop(0)
+        if not mine:
+            del self.background[taken.delivery]
+        self.background_began = self.now
+        self.under_way.append(taken)
+
+    def may_begin_in_background(self) -> bool:
+        is_running = any(out.link.is_background for out in self.under_way)
+        return not is_running and (not self.under_way or self.now >= self.paused_until)
+
+    def may_go_on_in_background(self) -> bool:
+        """Return whether a piece has to go now, whichever of its peer's deliveries is first."""
+        firsts = [mine[0] for mine in self.background.values()]
+        blocked = {first.delivery.peer for first in firsts if not self.fits(first)}
+        return self.may_begin_in_background() and any(first.delivery.peer not in blocked for first in firsts)
 
     def check_turn(self, taken: Piece) -> None:
         mine = self.waiting[taken.delivery]
