@@ -128,7 +128,7 @@ class _Fleet:
         rooms = {"first": first, "count": count, "tokens": WARM_TOKENS if kind == "warm" else LIVE_TOKENS}
 
         async def receive() -> None:
-            found.update(await self.order(to, "receive", kind, **rooms, priority=7 if kind == "warm" else 0))
+            found.update(await self.order(to, "receive", kind, **rooms))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(receive)

@@ -63,19 +63,17 @@ class Server:
         """Send rooms one after another, each with the time of its last chunk; an event per room."""
         for number in range(first, first + count):
             await anyio.sleep(gap_s)
-            async with self.prefill.send(f"{kind} {number}") as sender:
+            async with self.prefill.send(f"{kind} {number}", background=kind == "warm") as sender:
                 stamp = msgspec.json.encode(time.monotonic())
                 await sender.finish((0, tokens), {"kv": pages_of(kind, number, tokens)}, metadata=stamp)
                 await sender.delivered()
 
-    async def _receive(self, kind: str, first: int, count: int, tokens: int, priority: int) -> dict[str, Any]:
+    async def _receive(self, kind: str, first: int, count: int, tokens: int) -> dict[str, Any]:
         """Receive rooms one after another, each granted before it is sent; return the times from their last chunks."""
         times = []
         for number in range(first, first + count):
             pages = {"kv": pages_of(kind, number, tokens)}
-            receiver = self.decode.receive(
-                f"{kind} {number}", prefill="a", tokens=(0, tokens), pages=pages, priority=priority
-            )
+            receiver = self.decode.receive(f"{kind} {number}", prefill="a", tokens=(0, tokens), pages=pages)
             async with receiver:
                 handover = await receiver.done()
                 times.append(time.monotonic() - msgspec.json.decode(handover.metadata, type=float))
@@ -128,7 +126,7 @@ class Server:
         opened = time.monotonic()
         await self.prefill.__aexit__(None, None, None)
         closed = time.monotonic()
-        await self._receive(kind, first, 1, tokens, 0)
+        await self._receive(kind, first, 1, tokens)
         served = time.monotonic()
         if self._shared.agent != agent:
             raise kvflow.LocalProtocolError("the transport was opened again")

@@ -398,7 +398,7 @@ class PrefillWorker(Worker):
         lease = self._take_pages(request)
         if lease is None:
             return None
-        sender = self.rank.send(request.room)
+        sender = self.rank.send(request.room, background=request.is_background)
         return Sending(request, self.process, self.rank_id, self.pool, lease, sender, self.world.now)
 
     def _take_pages(self, request: Request) -> Lease | None:

@@ -56,6 +56,11 @@ class Request:
         return f"room {self.room} try {self.content}"
 
     @property
+    def is_background(self) -> bool:
+        """Whether prefill sends it in the background, as every eighth try."""
+        return self.content % 8 == 0
+
+    @property
     def metadata(self) -> bytes:
         """What the prefill engine hands over with the room, the same for every try."""
         return f"metadata of room {self.room}".encode()

@@ -62,6 +62,27 @@ async def test_credit_counts_descriptors_that_are_not_planned_yet() -> None:
             request.assert_arrived()
 
 
+async def test_a_room_in_the_background_gives_way_to_others() -> None:
+    """Its second piece is posted when the others have ended, although it was there first."""
+    limits = Bounds(bytes_per_background_post=4 * BYTES_PER_TOKEN)
+    async with deploy(limits=limits) as deployment:
+        (prefill,), (faults,) = deployment.prefill, deployment.faults
+        background = deployment.request(1, 12)
+        others = [deployment.request(room, 6) for room in range(2, 6)]
+        faults.hold()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: background.hand_over(background=True))
+            await until(lambda: prefill.statistics().queued_chunks == 2)
+            for request in others:
+                tasks.start_soon(request.hand_over)
+            await until(lambda: len(faults.posted) == 1 + len(others))
+            assert prefill.statistics().queued_chunks == 2
+            faults.release()
+        assert [num_bytes // BYTES_PER_TOKEN for _, num_bytes in faults.posted] == [4, *[6] * len(others), 4, 4]
+        for request in (background, *others):
+            request.assert_arrived()
+
+
 class Authorizer(MemoryBackend):
     """A transport that holds the posts to one instance until a test opens it."""
 

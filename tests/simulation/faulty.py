@@ -239,9 +239,9 @@ def senders_have_no_deadline(patch: Patch) -> None:
 def credit_is_not_given_back(patch: Patch) -> None:
     original = queue.PieceQueue.end_piece
 
-    def end(self: queue.PieceQueue, delivery: Any, seq: int, how: queue.PieceEnd) -> None:
+    def end(self: queue.PieceQueue, delivery: Any, seq: int, how: queue.PieceEnd, now: float) -> None:
         if how is not queue.PieceEnd.DROPPED:
-            original(self, delivery, seq, how)
+            original(self, delivery, seq, how, now)
 
     patch.setattr(queue.PieceQueue, "end_piece", end)
 

@@ -133,9 +133,11 @@ class Request:
             for cell, value in self._cells(pool, table, (start, stop)):
                 cell[:] = value
 
-    async def send(self, rank: int = 0, *, chunk: int | None = None, metadata: bytes = b"first token") -> None:
+    async def send(
+        self, rank: int = 0, *, chunk: int | None = None, metadata: bytes = b"first token", background: bool = False
+    ) -> None:
         """Compute and send everything in chunks, as the engine of one prefill rank."""
-        async with self.deployment.prefill[rank].send(self.room) as sender:
+        async with self.deployment.prefill[rank].send(self.room, background=background) as sender:
             self.senders[rank] = sender
             step = chunk or self.num_tokens
             for start in range(0, self.num_tokens, step):
@@ -174,7 +176,9 @@ class Request:
         async with self.receiver(rank, start=start, priority=priority, digest=digest) as receiver:
             return await receiver.done()
 
-    async def hand_over(self, *, chunk: int | None = None, start: int = 0, priority: int = 0) -> list[kvflow.Handover]:
+    async def hand_over(
+        self, *, chunk: int | None = None, start: int = 0, priority: int = 0, background: bool = False
+    ) -> list[kvflow.Handover]:
         """Send from every prefill rank, receive on every decode rank."""
         handovers: dict[int, kvflow.Handover] = {}
 
@@ -182,7 +186,7 @@ class Request:
             handovers[rank] = await self.receive(rank, start=start, priority=priority)
 
         async def send(rank: int) -> None:
-            await self.send(rank, chunk=chunk, metadata=f"from {rank}".encode())
+            await self.send(rank, chunk=chunk, metadata=f"from {rank}".encode(), background=background)
 
         async with anyio.create_task_group() as tasks:
             for rank in range(len(self.deployment.prefill)):
