@@ -23,6 +23,7 @@ __all__ = [
     "is_loopback",
     "join_address",
     "split_address",
+    "split_bind",
 ]
 
 MAX_PORT: Final = 65_535
@@ -33,6 +34,7 @@ characters, and raises an error that is not an OSError.
 """
 
 ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
+PORTS: Final = re.compile(r"(.*:)([0-9]{1,5})-([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 DIRECTORY: Final = re.compile(r"(?P<scheme>\w+)://(?P<hosts>[^/?]*)(?P<path>[^?]*)(\?(?P<options>.*))?", re.ASCII)
 HOST_PORT: Final = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9:.%-]+\]):[0-9]{1,5}", re.ASCII)
@@ -64,8 +66,31 @@ def split_address(setting: str, address: object) -> tuple[str, int]:
     return host, int(match[2])
 
 
-def join_address(host: str, port: int) -> str:
-    """Return `tcp://host:port`, with an IPv6 address in brackets."""
+def split_bind(bind: object) -> tuple[str, range]:
+    """Split `tcp://host:port` or `tcp://host:first-last` as `split_address` does; return the ports in order.
+
+    Raises:
+        ConfigError: The address is malformed, or its ports are no range of ports that can be bound.
+    """
+    match = PORTS.fullmatch(bind) if isinstance(bind, str) else None
+    if match is None:
+        host, port = split_address("bind", bind)
+        return host, range(port, port + 1)
+    host, first = split_address("bind", match[1] + match[2])
+    last = int(match[3])
+    if not 1 <= first <= last <= MAX_PORT:
+        raise ConfigError(
+            "range of ports must go up from 1 or more, to 65535 at most",
+            setting="bind",
+            value=bind,
+            first=first,
+            last=last,
+        )
+    return host, range(first, last + 1)
+
+
+def join_address(host: str, port: int | str) -> str:
+    """Return `tcp://host:port`, with an IPv6 address in brackets; the port may be a range."""
     is_bare = ":" in host and not host.startswith("[")
     return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
 
@@ -81,7 +106,7 @@ def check_endpoint(setting: str, address: object) -> None:
 
 def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
     """Raise ConfigError, with the setting and the remedy, for a non-loopback address if no trust is configured."""
-    host, _ = split_address(setting, address)
+    host, _ = split_bind(address) if setting == "bind" else split_address(setting, address)
     if trust is None and not is_loopback(host):
         raise ConfigError(
             "address is not a loopback address: set trust=kvflow.load_trust(directory), or "
@@ -200,10 +225,10 @@ def check_bind(bind: object, advertise: object) -> None:
     """Raise ConfigError unless an address can be bound, and peers can reach it.
 
     Args:
-        bind: "tcp://host:port".
+        bind: "tcp://host:port" or "tcp://host:first-last".
         advertise: Host to give to peers, without a port; None for the host of `bind`, which then is no wildcard.
     """
-    host, _ = split_address("bind", bind)
+    host, _ = split_bind(bind)
     if advertise is None:
         if _is_wildcard(host):
             raise ConfigError("`bind` is a wildcard, so `advertise` must name a host", setting="bind", value=bind)

@@ -318,7 +318,8 @@ class PrefillConfig(RankConfig):
     """Settings of a prefill rank.
 
     Attributes:
-        bind: Address of its control socket; port 0 takes a free one.
+        bind: Address of its control socket. Port 0 takes a free one, and "tcp://10.0.0.2:7000-7099" the first free one
+            of a range.
         advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard.
         packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvflow.addresses import split_address
+from kvflow.addresses import join_address, split_address, split_bind
 from kvflow.errors import ConfigError, RemoteProtocolError, Shortage, Unreachable
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore
 from kvflow.trust import PLAIN, ClientKeys, Trust
@@ -223,13 +223,14 @@ class Network:
         self, process: Process, bind: str, advertise: str | None, on_message: Callable[[bytes, Sequence[bytes]], None]
     ) -> SimulatedListener:
         """Bind a socket for a process; arguments as in the port."""
-        split_address("bind", bind)
-        host, _, port = bind.removeprefix("tcp://").rpartition(":")
-        if port == "0":
+        host, allowed = split_bind(bind)
+        if 0 in allowed:
             self._next_port += 1
-            port = str(self._next_port)
-        endpoint = f"tcp://{advertise or host}:{port}"
-        if endpoint in self._listeners or endpoint in self._kept_ports:
+            allowed = range(self._next_port, self._next_port + 1)
+        endpoints = [join_address(advertise or host, port) for port in allowed]
+        taken = self._listeners.keys() | self._kept_ports
+        endpoint = next((one for one in endpoints if one not in taken), None)
+        if endpoint is None:
             raise ConfigError("address cannot be bound", bind=bind, detail="address is in use")
         listener = SimulatedListener(self, process, endpoint, on_message)
         self._listeners[endpoint] = listener

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.addresses import Endpoint, join_address, split_address
+from kvflow.addresses import Endpoint, join_address, split_address, split_bind
 from kvflow.config import (
     MAX_INSTANCE_CHARACTERS,
     MAX_METADATA_BYTES,
@@ -273,6 +273,46 @@ def test_name_of_an_instance(name: object, is_one: bool) -> None:
 def test_address_is_taken_apart_and_put_together(address: str, host: str, port: int) -> None:
     assert split_address("registry", address) == (host, port)
     assert join_address(host, port) == address
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "ports"),
+    [
+        ("tcp://10.0.0.1:7000-7099", "10.0.0.1", range(7_000, 7_100)),
+        ("tcp://[fd00::1]:1-65535", "fd00::1", range(1, 65_536)),
+        ("tcp://*:7000-7000", "*", range(7_000, 7_001)),
+        ("tcp://host-1:0", "host-1", range(1)),
+        ("tcp://host-1:7000", "host-1", range(7_000, 7_001)),
+    ],
+)
+def test_ports_to_bind(bind: str, host: str, ports: range) -> None:
+    assert split_bind(bind) == (host, ports)
+
+
+@pytest.mark.parametrize(
+    ("ports", "first", "last"),
+    [("7099-7000", 7_099, 7_000), ("0-10", 0, 10), ("0-0", 0, 0), ("65000-65536", 65_000, 65_536)],
+)
+def test_range_of_ports_that_makes_no_sense(ports: str, first: int, last: int) -> None:
+    bind = f"tcp://127.0.0.1:{ports}"
+    with pytest.raises(ConfigError, match="range of ports") as caught:
+        prefill(bind=bind)
+    assert caught.value.values == {"setting": "bind", "value": bind, "first": first, "last": last}
+
+
+@pytest.mark.parametrize("ports", ["7000-", "-7099", "7000-7099-7100", "7000:7099", "7000-7099 ", "7000-701000", "a-b"])
+def test_ports_that_are_no_range(ports: str) -> None:
+    with pytest.raises(ConfigError, match="must have the form") as caught:
+        prefill(bind=f"tcp://127.0.0.1:{ports}")
+    assert caught.value.values["value"] == f"tcp://127.0.0.1:{ports}"
+
+
+def test_only_what_is_bound_has_a_range_of_ports() -> None:
+    with pytest.raises(ConfigError, match="must have the form"):
+        decode(registry="tcp://127.0.0.1:7000-7099")
+    with pytest.raises(ConfigError, match="set trust="):
+        prefill(bind="tcp://10.0.0.1:7000-7099")
+    assert prefill(bind="tcp://127.0.0.1:7000-7099").bind == "tcp://127.0.0.1:7000-7099"
 
 
 @pytest.mark.parametrize("address", ["tcp://[::1]:7", "tcp://10.0.0.1:65535", "tcp://host-1.example:7000"])

@@ -13,6 +13,7 @@ silent connections (`control/intake`).
 """
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -24,7 +25,7 @@ from typing import Final
 import anyio
 import zmq
 
-from kvflow.addresses import check_bind, join_address, split_address
+from kvflow.addresses import check_bind, join_address, split_address, split_bind
 from kvflow.control.curve import ZapAuthenticator, be_server
 from kvflow.control.dialer import ZmqConnection
 from kvflow.control.intake import Intake
@@ -89,7 +90,7 @@ class ZmqListener:
     ) -> None:
         check_bind(bind, advertise)
         try:
-            self._fd, self._port_fd, host, port = _bind(*split_address("bind", bind))
+            self._fd, self._port_fd, host, port = _bind_first(bind)
         except OSError as error:
             check_shortage(error.errno)
             raise ConfigError("address cannot be bound", bind=bind, detail=str(error)) from error
@@ -356,6 +357,19 @@ def _is_refusal(cause: BaseException | None) -> bool:
     if isinstance(cause, BaseExceptionGroup):
         return all(_is_refusal(part) for part in cause.exceptions)
     return isinstance(cause, ConnectionRefusedError)
+
+
+def _bind_first(bind: str) -> tuple[int, int, str, int]:
+    """Do as `_bind` with the first free port; raise ConfigError, with the range, if none is free."""
+    host, ports_allowed = split_bind(bind)
+    for port in ports_allowed:
+        try:
+            return _bind(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or len(ports_allowed) == 1:
+                raise
+    first, last = ports_allowed[0], ports_allowed[-1]
+    raise ConfigError("no port of the range is free", bind=bind, first=first, last=last)
 
 
 def _bind(host: str, port: int) -> tuple[int, int, str, int]:

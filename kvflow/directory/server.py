@@ -45,7 +45,7 @@ class Registry:
     """A registry of ranks, which serves registrations and lookups while it is open. An async context manager.
 
     Args:
-        bind: "tcp://host:port"; port 0 picks a free port.
+        bind: "tcp://host:port"; port 0 picks a free port, and "7000-7099" the first free one of a range.
         advertise: Host to give to others, if not the one bound; required if `bind` is a wildcard.
         ports: Sockets and clock; the real ones if None.
         trust: Own keys, and those of the instances that may register and look up; as in `kvflow.PrefillConfig`.

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from kvflow import ConfigError, Limits, Proofs, Timeouts, Trust, load_trust
+from kvflow.addresses import join_address
 
 __all__ = ["AdapterSettings"]
 
@@ -31,6 +32,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keys: Directory of keys, see `kvflow keys` and docs/security.md.
         plain: Require no keys from peers. Without it and without `keys`, only the loopback interface is used.
         allowed_hosts: As in `kvflow.DecodeConfig`.
+        ports: Range of ports for prefill ranks, such as "7000-7099"; by default, any free ones.
     """
 
     source: ClassVar[str]
@@ -51,6 +53,11 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: str | None = None
     plain: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    ports: str = "0"
+
+    def bind_to(self, host: str, port: int = 0) -> str:
+        """Return the address for a prefill rank to bind: this port, or any of `ports` if it is 0."""
+        return join_address(host, port or self.ports)
 
     def for_rank(self, timeouts: Mapping[str, float], limits: Mapping[str, int]) -> dict[str, Any]:
         """Return arguments of `kvflow.PrefillConfig` and `kvflow.DecodeConfig`, over defaults of the adapter.

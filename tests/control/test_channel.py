@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any, NoReturn
 
 import anyio
@@ -193,6 +193,35 @@ async def test_address_in_use() -> None:
             Server(server.endpoint)
         assert caught.value.values["bind"] == server.endpoint
         assert "in use" in str(caught.value.values["detail"])
+
+
+async def test_the_first_free_port_of_a_range_is_bound() -> None:
+    with closing(Server(LOCAL)) as taken:
+        first = split_address("endpoint", taken.endpoint)[1]
+        with closing(Server(f"tcp://127.0.0.1:{first}-{first + 20}")) as server, closing(Client(server.endpoint)) as it:
+            assert first < split_address("endpoint", server.endpoint)[1] <= first + 20
+            await meet(server, it)
+
+
+async def test_range_without_a_free_port() -> None:
+    with closing(Server(LOCAL)) as taken, ExitStack() as stack:
+        first = split_address("endpoint", taken.endpoint)[1]
+        bind = f"tcp://127.0.0.1:{first}-{first + 1}"
+        with suppress(ConfigError):  # another process has the second one
+            stack.enter_context(closing(Server(bind)))
+        before = num_files()
+        with pytest.raises(ConfigError, match="no port of the range is free") as caught:
+            Server(bind)
+        assert caught.value.values == {"bind": bind, "first": first, "last": first + 1}
+        assert num_files() == before
+    with closing(Server(bind)) as again:
+        assert again.endpoint == taken.endpoint
+
+
+async def test_a_range_is_not_tried_further_if_the_host_is_wrong() -> None:
+    with pytest.raises(ConfigError, match="cannot be bound") as caught:
+        Server("tcp://192.0.2.1:5000-65535")
+    assert caught.value.values["bind"] == "tcp://192.0.2.1:5000-65535"
 
 
 async def test_the_event_loop_forgets_a_socket_that_could_not_be_bound() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow import ConfigError, Outcome, TokenPages, ticket_for_room
+from kvflow import ConfigError, Endpoint, Outcome, TokenPages, ticket_for_room
 from kvflow.backends import nixl
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread
 from kvflow.engines.vllm import bootstrap, shortage, worker
@@ -1046,6 +1046,19 @@ def test_unknown_timeouts_are_refused() -> None:
         read_options({"timeouts": {"unknown_s": 1.0}}).for_rank({}, {})
     with pytest.raises(ConfigError, match="unknown setting"):
         read_options({"limits": {"unknown": 1}}).for_rank({}, {})
+
+
+def test_workers_without_a_port_of_their_own_take_one_of_the_range() -> None:
+    assert read_options({"ports": "7000-7099"}).bind_to("fd00::1") == "tcp://[fd00::1]:7000-7099"
+    assert read_options({"ports": "7000-7099"}).bind_to("10.0.0.1", 6_999) == "tcp://10.0.0.1:6999"
+    assert read_options({}).bind_to("10.0.0.1") == "tcp://10.0.0.1:0"
+    first = unused_port()
+    with servers(ports=f"{first}-{first + 99}") as (source, _):
+        ticket = source.ranks.ticket
+        assert ticket is not None
+        assert first <= Endpoint.parse(str(ticket["address"])).port <= first + 99
+    with pytest.raises(ConfigError, match="range of ports"), servers(ports="7099-7000"):
+        pass
 
 
 def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:

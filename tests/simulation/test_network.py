@@ -262,6 +262,13 @@ def test_a_port_belongs_to_one_process_at_a_time(world: World) -> None:
         world.ports(server.process).control.listen(ENDPOINT, None, lambda *_: None)
 
 
+def test_the_first_free_port_of_a_range_is_bound(world: World) -> None:
+    control = world.ports(Server(world).process).control
+    assert control.listen("tcp://127.0.0.1:5000-5001", None, lambda *_: None).endpoint == "tcp://127.0.0.1:5001"
+    with pytest.raises(ConfigError, match="in use"):
+        control.listen("tcp://127.0.0.1:5000-5001", None, lambda *_: None)
+
+
 def test_sockets_run_out_if_that_is_drawn(world: World) -> None:
     world.faults = Faults(connect_fails=1.0)
     process = world.start("client", lambda process: connect(world, process))

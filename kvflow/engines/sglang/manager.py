@@ -22,7 +22,6 @@ from typing_extensions import override
 import kvflow
 import kvflow.blocking
 from kvflow import Endpoint, Memory, Outcome, SharedBackend
-from kvflow.addresses import join_address
 from kvflow.blocking import LoopThread
 from kvflow.engines.doctor import start_doctor
 from kvflow.engines.logs import adapter_logger
@@ -149,7 +148,7 @@ class KvflowKVManager(CommonKVManager):
             engine_rank=self._prefill_unique_rank(),
             num_ranks=self.attn_tp_size * self.pp_size,
             registry=registry,
-            bind=join_address(self._host, port),
+            bind=self.settings.bind_to(self._host, port),
             takes_offers=self.settings.return_turns and self.disaggregation_mode == DisaggregationMode.PREFILL,
             **self._common_settings(wait_s),
         )

@@ -28,7 +28,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: Address at which decode servers reach this one.
-        port: Port of the first prefill worker; the others, and the first if this is 0, use a free one.
+        port: Port of the first prefill worker; the others, and the first if this is 0, use a free one of `ports`.
         mooncake_port: Port at which routers of the MooncakeConnector's dialect ask, like its
             `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set `port`, too: routers ask once, so a restarted server must have the same
             address.

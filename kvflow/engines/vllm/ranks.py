@@ -11,7 +11,7 @@ from typing import Any
 import kvflow
 import kvflow.blocking
 from kvflow import KVLayout, SharedBackend
-from kvflow.addresses import SCHEME, join_address, split_address
+from kvflow.addresses import SCHEME, split_address
 from kvflow.blocking import BlockingReceiver, BlockingSender, LoopThread, TransferUpdate
 from kvflow.engines.vllm.bootstrap import serve_query
 from kvflow.engines.vllm.dialect import Reference
@@ -138,10 +138,10 @@ def open_ranks(options: Options, place: Place, layout: KVLayout) -> Ranks:
 
 
 def _prefill_config(options: Options, place: Place, first: str | None = None, port: int = 0) -> kvflow.PrefillConfig:
-    bind = join_address(options.host, port)
     registry = options.registry
     if first is not None and not (registry or "").startswith(SCHEME):
         registry = first  # other directories list only the first worker
+    bind = options.bind_to(options.host, port)
     return kvflow.PrefillConfig(bind=bind, registry=registry, **_common_settings(options, place))
 
 
