@@ -20,7 +20,9 @@ __all__ = [
     "check_host",
     "check_needs_trust",
     "check_registry",
+    "has_name",
     "is_loopback",
+    "is_number",
     "join_address",
     "split_address",
     "split_bind",
@@ -114,6 +116,22 @@ def check_needs_trust(setting: str, address: str, trust: Trust | None) -> None:
             setting=setting,
             value=address,
         )
+
+
+@functools.lru_cache(HOSTS)
+def is_number(host: str) -> bool:
+    """Return whether a host is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def has_name(address: str) -> bool:
+    """Return whether "tcp://host:port" has a name, which may lead to another host later."""
+    host, _ = split_address("address", address)
+    return not is_number(host) and not is_loopback(host)
 
 
 @functools.lru_cache(HOSTS)

@@ -39,6 +39,13 @@ def ignore(*_: object) -> None:
 class Connection(Protocol):
     """A connection to one listener. It is established in the background and re-established if it breaks."""
 
+    @property
+    def peer_host(self) -> str:
+        """The IP address of the host that the latest message has come from; empty if unknown.
+
+        The name in an endpoint may lead to another host later.
+        """
+
     def send(self, payload: bytes) -> None:
         """Queue a message, even while disconnected. Never blocks.
 

@@ -103,6 +103,11 @@ class Dialer:
         self.waiting: deque[bytes] = deque()
         self._network = network
 
+    @property
+    def peer_host(self) -> str:
+        """Nothing: endpoints have no names here."""
+        return ""
+
     def send(self, payload: bytes) -> None:
         """Send a message, as the port specifies."""
         if self.is_closed or not self.process.is_alive:

@@ -7,7 +7,6 @@ takes over. Messages that libzmq has not sent by then are dropped with the old s
 
 import asyncio
 import errno
-import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from kvflow.addresses import split_address
+from kvflow.addresses import is_number, split_address
 from kvflow.control.curve import be_client
 from kvflow.control.diagnosis import Diagnosis, diagnose
 from kvflow.control.intake import Intake
-from kvflow.control.routes import introduce, new_name
+from kvflow.control.routes import introduce, new_name, sender_host
 from kvflow.control.sockets import (
     LINGER_MS,
     QUEUE_MESSAGES,
@@ -111,12 +110,14 @@ class _DialedSocket:
 
     Attributes:
         is_made: Whether the connection is established.
+        peer_host: Number of the host at the other end, once a message has come from it.
     """
 
     def __init__(
         self, zmq_socket: ZmqSocket, monitor: ZmqSocket, endpoint: str, callbacks: _Callbacks, *, is_encrypted: bool
     ) -> None:
         self.is_made = False
+        self.peer_host = ""
         self._socket = zmq_socket
         self._callbacks = callbacks
         self._endpoint = endpoint
@@ -157,7 +158,9 @@ class _DialedSocket:
         self._inbox.close(LINGER_MS if may_linger else 0)
 
     def _receive(self) -> Frames:
-        return [frame.bytes for frame in self._intake.receive()]
+        frames = self._intake.receive()
+        self.peer_host = self.peer_host or sender_host(frames[0])
+        return [frame.bytes for frame in frames]
 
     def _take_event(self, frames: Frames) -> None:
         event, value = struct.unpack("=Hi", frames[0])
@@ -258,6 +261,11 @@ class ZmqConnection:
         self._early.append(payload)
         self._early_bytes += len(payload)
 
+    @property
+    def peer_host(self) -> str:
+        """The host that the latest message has come from, see `kvflow.ports.Connection.peer_host`."""
+        return "" if self._line is None else self._line.peer_host
+
     def renew(self, keys: ClientKeys) -> None:
         """Use these keys from now on, see `kvflow.ports.Connection.renew`."""
         if self._keys is None or self._is_closed:
@@ -342,6 +350,8 @@ class ZmqConnection:
         if self._line is not None and self._line.is_made:
             return
         self._tell_obstacle(found)
+        if not self._is_closed and not is_number(self._host):
+            self._redial()  # libzmq resolves the name again, but to the family of addresses that it had before
 
     def _stop_diagnosing(self) -> None:
         descriptors.refill()
@@ -410,7 +420,7 @@ class ZmqConnection:
         descriptors.draw(DESCRIPTORS)
         if self._keys is not None and not self._keys.servers:
             self._loop.call_soon(self._refuse_unlisted)
-        elif _is_number(self._host):
+        elif is_number(self._host):
             self._dial(is_ipv6=":" in self._host)
         else:
             self._resolve()
@@ -468,11 +478,3 @@ class ZmqConnection:
 
 def _families(host: str) -> set[int]:
     return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -13,7 +13,7 @@ import zmq
 
 from kvflow.control.sockets import ZmqSocket
 
-__all__ = ["LatestConnection", "Routes", "introduce", "name_in", "new_name"]
+__all__ = ["LatestConnection", "Routes", "introduce", "name_in", "new_name", "sender_host"]
 
 PROPERTY: Final = "X-Kvflow-Name"
 NAME: Final = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -40,6 +40,14 @@ def name_in(frame: zmq.Frame) -> bytes:
     except (zmq.ZMQError, UnicodeDecodeError):  # no such property, or not valid text
         return b""
     return name.encode() if NAME.fullmatch(name) else b""
+
+
+def sender_host(frame: zmq.Frame) -> str:
+    """Return the address of the host that a frame came from; empty if it is unknown."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
 
 
 class LatestConnection(NamedTuple):

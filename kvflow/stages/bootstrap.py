@@ -253,7 +253,9 @@ class PeerConnections:
         except RemoteProtocolError as error:
             self._context.anomalies.count("message_rejected", peer, stage=Stage.BOOTSTRAP.value, detail=str(error))
         else:
-            self._context.dispatch(ev.MessageReceived(peer, message))
+            connection = self._connections.get(peer) if isinstance(message, Welcome | Refuse) else None
+            host = "" if connection is None else connection.peer_host
+            self._context.dispatch(ev.MessageReceived(peer, message, host))
 
 
 class RouteCompiler:

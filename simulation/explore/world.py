@@ -165,7 +165,7 @@ class World:
                 layout if holds else other,
                 "explored",
                 staging=local,
-                endpoint=f"tcp://p:{number + 1}",
+                endpoint=f"tcp://127.0.0.1:{number + 1}",
                 takes_offers=setup.offers,
             )
             for number, holds in enumerate(setup.holds or (True,) * setup.num_prefill)

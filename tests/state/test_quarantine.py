@@ -9,7 +9,7 @@ from kvflow.bounds import Bounds
 from kvflow.config import Limits, Proofs, Timeouts
 from kvflow.errors import CapacityExceeded, LocalProtocolError
 from kvflow.state import events as ev
-from kvflow.state.effects import NoteEnds, WaitForFence, WaitForLanding
+from kvflow.state.effects import Disconnect, NoteEnds, WaitForFence, WaitForLanding
 from kvflow.state.quarantine import NO_MEMORY, Footprint, ProofKind, Quarantine
 from kvflow.wire.messages import Cancel, Drained, Failed, Ping, Pong
 from tests.support.cores import (
@@ -308,6 +308,17 @@ def test_time_after_the_end_of_a_process_counts_only_where_the_deployment_knows_
     core(GONE)
     assert awaited(core) == [ProofKind.QUEUE_PAIRS]
     assert reports(core.sleep(1.1)) == [("failed", "safe")]
+
+
+def test_the_connection_to_an_ended_process_is_closed_with_its_last_proof() -> None:
+    """It may have brought one until then."""
+    core = DecodeDriver(ends_with_process=False)
+    core.connect(PREFILL)
+    core(request())
+    assert Disconnect(PREFILL) not in core(GONE)
+    effects = core(ev.PeerFenced(PREFILL))
+    assert reports(effects) == [("failed", "safe")]
+    assert Disconnect(PREFILL) in effects
 
 
 def test_a_prefill_rank_waits_for_its_own_writes(prefill: PrefillDriver) -> None:

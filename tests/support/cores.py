@@ -349,8 +349,8 @@ class DecodeDriver:
         check_invariants(self.core)
         return effects
 
-    def hear(self, sender: PeerId, message: Message) -> list[DecodeEffect]:
-        return self(ev.MessageReceived(sender, message))  # type: ignore[arg-type]
+    def hear(self, sender: PeerId, message: Message, host: str = "") -> list[DecodeEffect]:
+        return self(ev.MessageReceived(sender, message, host))  # type: ignore[arg-type]
 
     def sleep(self, seconds: float) -> list[DecodeEffect]:
         """Let time pass, deadline by deadline, as a clock task would."""

@@ -2,8 +2,9 @@
 
 Orders: `ticket` reports a ticket. `send` sends the first page of a room, reports `half`, and on `finish` sends the
 rest, or on `abort` aborts the room; then it reports `over`. `hold` before that holds the GIL for a number of seconds,
-and reports `held`. `preempt` sends a room page by page, takes the pages back in the middle, overwrites them, reports
-`quiesced`, and continues from others. On SIGTERM the process finishes open rooms, reports `drained` and exits.
+and reports `held`; `wait` waits for decode, and reports `granted`. `preempt` sends a room page by page, takes the pages
+back in the middle, overwrites them, reports `quiesced`, and continues from others. On SIGTERM the process finishes open
+rooms, reports `drained` and exits.
 """
 
 import ctypes
@@ -42,7 +43,7 @@ class PrefillOptions(msgspec.Struct, frozen=True):
 async def main(options: PrefillOptions, line: Line) -> None:
     pool = make_pool()
     fill(pool, FILL)
-    settings = prefill_config(options.registry, backend="nixl", bind=options.bind, **options.settings)
+    settings = prefill_config(options.registry, bind=options.bind, **({"backend": "nixl"} | options.settings))
     async with kvflow.PrefillRank(settings, pool.layout) as rank, anyio.create_task_group() as tasks:
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
             tasks.start_soon(serve, rank, pool, line, tasks.cancel_scope)
@@ -76,7 +77,11 @@ async def send(rank: kvflow.PrefillRank, room: int, line: Line) -> None:
     async with rank.send(room) as sender:
         await sender.chunk((0, 4), {"kv": PAGES["kv"][:1]})
         line.report("half", room=room)
-        while (order := await next_order(line))["do"] == "hold":
+        while (order := await next_order(line))["do"] in ("hold", "wait"):
+            if order["do"] == "wait":
+                await sender.granted()
+                line.report("granted", room=room)
+                continue
             hold_interpreter(order["seconds"])
             line.report("held")
         if order["do"] == "abort":

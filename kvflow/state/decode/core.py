@@ -122,7 +122,7 @@ class DecodeCore:
     def _handle(self, event: ev.DecodeEvent, now: float) -> list[DecodeEffect]:  # noqa: C901, PLR0912 - one arm an event
         match event:
             case ev.MessageReceived():
-                return self._message_received(event.peer, event.message, now)
+                return self._message_received(event, now)
             case ev.ReceiveOpened():
                 self._leaving.check_open(event.room)
                 return self.instances.want(self.rooms.open(event, now), now)
@@ -188,14 +188,16 @@ class DecodeCore:
 
     # Messages --------------------------------------------------------------------------------------------------------
 
-    def _message_received(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:
+    def _message_received(self, event: ev.MessageReceived, now: float) -> list[DecodeEffect]:
+        peer, message = event.peer, event.message
+        if event.host:
+            self.peers.note_host(peer, event.host)
         if isinstance(message, Refuse):
             return self._refused(peer, message, now)
         if not is_genuine(peer, message):
             return [CountAnomaly("message_in_the_name_of_another", peer)]
-        effects: list[DecodeEffect] = []
-        if self.peers.heard(peer, now):
-            effects = [*self.rooms.peer_back(peer), *self.instances.back(peer, now)]
+        is_back = self.peers.heard(peer, now)
+        effects = [*self.rooms.peer_back(peer), *self.instances.back(peer, now)] if is_back else []
         return [*effects, *self._obey(peer, message, now)]
 
     def _obey(self, peer: PeerId, message: AnyMessage, now: float) -> list[DecodeEffect]:  # noqa: C901 - one a message
@@ -218,8 +220,7 @@ class DecodeCore:
             case Welcome():
                 if not self.instances.is_handshaking(peer, message.attempt):
                     return []
-                effects = self._replace_others(peer, now)
-                effects += self.instances.welcomed(peer, message, now)
+                effects = [*self._replace_others(peer, now), *self.instances.welcomed(peer, message, now)]
                 return effects if self.peers.is_connected(peer) else [*effects, *self._ask_whether_it_lives(peer, now)]
             case PagesQuery() | SlotQuery():
                 return self.rooms.answer(peer, message)
@@ -327,7 +328,7 @@ class DecodeCore:
         effects = self.rooms.peer_fenced(peer, failure, now)
         self.peers.fenced(peer)
         self.windows.reclaim(self.rooms.scatter_from)
-        return effects
+        return [*effects, *(self._close_unless_awaited(peer, now) if self.peers.has_ended(peer) else [])]
 
     def _scattered(self, event: ev.Scattered, now: float) -> list[DecodeEffect]:
         effects = self.rooms.scattered(event, now)

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import NamedTuple, TypeVar
 
+from kvflow.addresses import has_name, join_address, split_address
 from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, ProbeDue, QueuePairsGone
 from kvflow.state.decode.instances import Instance
 from kvflow.state.decode.windows import StagingWindows
@@ -59,6 +60,7 @@ class PrefillPeers:
         self._peers: dict[PeerId, Peer] = {}
         self.clocks: dict[PeerId, ClockOffset] = {}
         self._open: dict[PeerId, str] = {}
+        self._hosts: dict[PeerId, str] = {}
         self._broken: dict[PeerId, None] = {}
         self._endpoints: OrderedDict[PeerId, str] = OrderedDict()
         self._probing: dict[PeerId, bool] = {}
@@ -114,6 +116,7 @@ class PrefillPeers:
     def open_failed(self, peer: PeerId) -> None:
         """Note that connecting failed."""
         self._open.pop(peer, None)
+        self._hosts.pop(peer, None)
 
     def broke_early(self, peer: PeerId) -> None:
         """Note that a connection broke during the handshake: the answer may come from a terminated process."""
@@ -122,6 +125,7 @@ class PrefillPeers:
     def close(self, peer: PeerId) -> list[DecodeEffect]:
         """Close a connection, if there is one."""
         self._broken.pop(peer, None)
+        self._hosts.pop(peer, None)
         self._timers.clear(PeerForgotten(peer))
         return [Disconnect(peer)] if self._open.pop(peer, None) is not None else []
 
@@ -142,20 +146,37 @@ class PrefillPeers:
 
     def at_endpoint(self, peer: PeerId) -> list[PeerId]:
         """Return incarnations that said that they listen where this one does: their processes have ended."""
-        endpoint = self._open.get(peer)
+        endpoint = self._place(peer, self._open.get(peer, ""))
         return [other for other, where in self._endpoints.items() if where == endpoint and other != peer]
 
     def is_where_it_listens(self, peer: PeerId) -> bool:
         """Return whether the connection to an incarnation uses the address that it reported itself."""
-        return peer in self._open and self._open[peer] == self._endpoints.get(peer)
+        return peer in self._open and self._place(peer, self._open[peer]) == self._endpoints.get(peer)
+
+    def note_host(self, peer: PeerId, host: str) -> None:
+        """Note the IP address of the host that the connection to a rank now leads to."""
+        if peer in self._open:
+            self._hosts[peer] = host
+
+    def _place(self, peer: PeerId, endpoint: str) -> str:
+        """Return the address of a rank with the IP address of its host; empty if that is not known.
+
+        A name may lead to another host later, which says nothing about the process on this one.
+        """
+        if not endpoint or not has_name(endpoint):
+            return endpoint
+        if peer not in self._hosts or self._open.get(peer) != endpoint:
+            return ""
+        return join_address(self._hosts[peer], split_address("endpoint", endpoint)[1])
 
     # Liveness --------------------------------------------------------------------------------------------------------
 
     def handshake_done(self, peer: PeerId, now: float, welcome: Welcome) -> bool:
         """Record the Welcome of a rank, suspect if its connection broke meanwhile; return whether it is new."""
-        if welcome.endpoint:
-            _remember(self._endpoints, peer, welcome.endpoint)
-        origin = Origin(welcome.endpoint or self.origin(peer).endpoint, welcome.domain)
+        place = self._place(peer, welcome.endpoint)
+        if place:
+            _remember(self._endpoints, peer, place)
+        origin = Origin(place or welcome.endpoint or self.origin(peer).endpoint, welcome.domain)
         _remember(self._origins, peer, origin)
         known = self._peers.get(peer)
         is_new = known is None

@@ -237,10 +237,15 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A prefill rank sent a message, which also proves that it is alive."""
+    """A prefill rank sent a message, which also proves that it is alive.
+
+    Attributes:
+        host: IP address of the host that it came from, of a Welcome or a Refuse; empty if unknown.
+    """
 
     peer: PeerId
     message: AnyMessage
+    host: str = ""
 
 
 class NoticeDelivered(msgspec.Struct, frozen=True):
