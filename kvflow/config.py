@@ -320,7 +320,8 @@ class PrefillConfig(RankConfig):
     Attributes:
         bind: Address of its control socket. Port 0 takes a free one, and "tcp://10.0.0.2:7000-7099" the first free one
             of a range.
-        advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard.
+        advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard. A name may have several
+            addresses, which are tried in turn, and may lead to another host later.
         packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.
         takes_offers: The engine looks at the offers of other instances (`PrefillRank.offers`), which are declined

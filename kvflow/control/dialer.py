@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import zmq
 
-from kvflow.addresses import is_number, split_address
+from kvflow.addresses import is_number, join_address, split_address
 from kvflow.control.curve import be_client
 from kvflow.control.diagnosis import Diagnosis, diagnose
 from kvflow.control.intake import Intake
@@ -46,6 +46,7 @@ DISCONNECTED: Final = int(zmq.EVENT_DISCONNECTED)
 HANDSHAKE_SUCCEEDED: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 HANDSHAKE_FAILED_AUTH: Final = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 HANDSHAKE_FAILED_NO_DETAIL: Final = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+CONNECT_RETRIED: Final = int(zmq.EVENT_CONNECT_RETRIED)
 EVENTS: Final = CONNECTED | DISCONNECTED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_AUTH | HANDSHAKE_FAILED_NO_DETAIL
 """HANDSHAKE_FAILED_PROTOCOL is left out: if it is monitored, libzmq 4.3.5 does not treat a message that cannot be
 decrypted as an error, and aborts the process at the next heartbeat (docs/decisions/0051). A handshake that ends without
@@ -95,6 +96,7 @@ class _Callbacks(NamedTuple):
     on_message: Callable[[Sequence[bytes]], None]
     on_made: Callable[[], None]
     on_failed: Callable[[_Failure], None]
+    on_unreached: Callable[[], None]
     on_broken: Callable[[], None]
     on_dropped: OnKindRefused
 
@@ -180,6 +182,8 @@ class _DialedSocket:
             self._failure = _Failure.HUNG_UP if value in PEER_HUNG_UP else _Failure.LATE
         elif event == DISCONNECTED:
             self._ended()
+        elif event == CONNECT_RETRIED and not self.is_made:
+            self._callbacks.on_unreached()
 
     def _ended(self) -> None:
         self._intake.forget(self._fd)
@@ -198,8 +202,8 @@ class _DialedSocket:
 class ZmqConnection:
     """A connection to one listener, see `kvflow.ports.Connection` and `kvflow.ports.ControlChannel.connect`.
 
-    libzmq resolves a host name again for each attempt, but only to addresses of one family. If a name has both, IPv4 is
-    used, as by listeners; a worker thread finds out which families it has.
+    A worker thread resolves a host name, again for each attempt, because it may lead to another host by now. If it has
+    several addresses, they are tried in turn, those of IPv4 first, until one is reached. libzmq would try only one.
 
     If the listener may have any of several keys, each is tried in turn. Messages sent while disconnected are queued in
     this object.
@@ -215,7 +219,7 @@ class ZmqConnection:
         on_refused: OnRefused = ignore,
         on_obstacle: OnObstacle = ignore,
     ) -> None:
-        self._host, _ = split_address("endpoint", endpoint)
+        self._host, self._port = split_address("endpoint", endpoint)
         self._endpoint = endpoint
         self._name = new_name()
         self._on_lost = on_lost
@@ -224,6 +228,7 @@ class ZmqConnection:
             on_message,
             self._made,
             self._failed,
+            self._unreached,
             self._broken,
             self._dropped,
         )
@@ -233,7 +238,9 @@ class ZmqConnection:
         self._line: _DialedSocket | None = None
         self._early: list[bytes] = []
         self._early_bytes = 0
-        self._resolving: asyncio.Future[set[int]] | None = None
+        self._resolving: asyncio.Future[list[str]] | None = None
+        self._num_addresses = 1
+        self._num_unreached = 0
         self._timer: asyncio.TimerHandle | None = None
         self._on_obstacle = on_obstacle
         self._found: Diagnosis | None = None
@@ -310,6 +317,12 @@ class ZmqConnection:
         elif failure is _Failure.HUNG_UP and self._keys is not None:
             self._try_next_key(self._keys)
 
+    def _unreached(self) -> None:
+        """Try the next address of the name; look it up again after a pause when all were tried."""
+        self._num_unreached += 1
+        if self._timer is None:
+            self._redial_later(RECONNECT_MAX_MS if self._num_unreached % self._num_addresses == 0 else 0.0)
+
     def _broken(self) -> None:
         self._hang_up()
         self._diagnose_later(DIAGNOSE_AFTER_S)
@@ -350,8 +363,6 @@ class ZmqConnection:
         if self._line is not None and self._line.is_made:
             return
         self._tell_obstacle(found)
-        if not self._is_closed and not is_number(self._host):
-            self._redial()  # libzmq resolves the name again, but to the family of addresses that it had before
 
     def _stop_diagnosing(self) -> None:
         descriptors.refill()
@@ -421,33 +432,34 @@ class ZmqConnection:
         if self._keys is not None and not self._keys.servers:
             self._loop.call_soon(self._refuse_unlisted)
         elif is_number(self._host):
-            self._dial(is_ipv6=":" in self._host)
+            self._dial(self._host)
         else:
             self._resolve()
 
     def _resolve(self) -> None:
-        """Look up the address families of the host name in a thread. If there are none, retry later."""
+        """Look up the addresses of the host name in a thread. If there are none, retry later."""
         try:
-            found = self._loop.run_in_executor(None, _families, self._host)
+            found = self._loop.run_in_executor(None, _addresses, self._host)
         except RuntimeError:  # no thread could be started
             self._redial_later(RECONNECT_MAX_MS)
             return
         self._resolving = found
-        found.add_done_callback(self._take_families)
+        found.add_done_callback(self._take_addresses)
 
-    def _take_families(self, found: "asyncio.Future[set[int]]") -> None:
+    def _take_addresses(self, found: "asyncio.Future[list[str]]") -> None:
         is_unknown = found.cancelled() or found.exception() is not None
         if found is not self._resolving:  # the attempt was replaced, or the connection closed
             return
         if is_unknown:
             self._redial_later(RECONNECT_MAX_MS)
             return
+        self._num_addresses = len(found.result())
         try:
-            self._dial(is_ipv6=socket.AF_INET not in found.result())
+            self._dial(found.result()[self._num_unreached % self._num_addresses])
         except (zmq.ZMQError, Shortage):
             self._redial_later(RECONNECT_MAX_MS)
 
-    def _dial(self, *, is_ipv6: bool) -> None:
+    def _dial(self, host: str) -> None:
         """Start to connect.
 
         Raises:
@@ -455,12 +467,13 @@ class ZmqConnection:
             zmq.ZMQError: libzmq rejects the address, or has no resources left.
         """
         made, monitor = self._make_sockets()
-        made.setsockopt(zmq.IPV6, int(is_ipv6))
+        made.setsockopt(zmq.IPV6, int(":" in host))
         introduce(made, self._name)
         if self._keys is not None:
             self._server = self._keys.after(self._server)
             be_client(made, self._keys.trust, self._server)
-        self._line = _DialedSocket(made, monitor, self._endpoint, self._callbacks, is_encrypted=self._keys is not None)
+        endpoint = join_address(host, self._port)
+        self._line = _DialedSocket(made, monitor, endpoint, self._callbacks, is_encrypted=self._keys is not None)
 
     def _make_sockets(self) -> tuple[ZmqSocket, ZmqSocket]:
         with ExitStack() as stack:
@@ -468,7 +481,7 @@ class ZmqConnection:
                 made = sockets.make(zmq.DEALER)
                 stack.callback(made.close, 0)
                 stack.callback(made.monitor, None, 0)
-                monitor = sockets.make_monitor(made, EVENTS)
+                monitor = sockets.make_monitor(made, EVENTS | (0 if is_number(self._host) else CONNECT_RETRIED))
             except zmq.ZMQError as error:
                 check_shortage(error.errno)
                 raise
@@ -476,5 +489,8 @@ class ZmqConnection:
         return made, monitor
 
 
-def _families(host: str) -> set[int]:
-    return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of a host name, those of IPv4 first; raise OSError if there are none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

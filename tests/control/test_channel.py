@@ -19,6 +19,7 @@ from kvflow.errors import ConfigError, RemoteProtocolError, Unreachable
 from kvflow.wire.codec import decode
 from tests.control.ends import LOCAL, Client, Server, connected, meet
 from tests.support.machine import has_ipv6
+from tests.support.ports import is_free
 from tests.support.waiting import until
 from tests.support.zmtp import RawZmtp, frame
 
@@ -122,7 +123,6 @@ async def test_the_host_at_the_other_end_is_known_by_number(bind: str, host: str
 
 
 async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a name, libzmq uses one address family, which kvflow determines first."""
     asked: list[str] = []
 
     def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
@@ -131,20 +131,40 @@ async def test_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -
             raise socket.gaierror("not yet")
         return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))]
 
-    dialled: list[bool] = []
-    with closing(Server()) as server:
+    if not has_ipv6():
+        pytest.skip("this host has no IPv6")
+    with closing(Server("tcp://[::1]:0")) as server:
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         monkeypatch.setattr(dialer, "RECONNECT_MAX_MS", 10)
-        real = dialer.ZmqConnection._dial
-
-        def dial(connection: dialer.ZmqConnection, *, is_ipv6: bool) -> None:
-            dialled.append(is_ipv6)
-            real(connection, is_ipv6=False)
-
-        monkeypatch.setattr(dialer.ZmqConnection, "_dial", dial)
-        with closing(Client(server.endpoint.replace("127.0.0.1", "localhost"))) as client:
+        with closing(Client(server.endpoint.replace("[::1]", "moving.test"))) as client:
             await meet(server, client)
-    assert (asked, dialled) == (["localhost", "localhost"], [True])
+    assert asked == ["moving.test", "moving.test"]
+
+
+async def test_addresses_of_a_name_are_tried_in_turn_until_one_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of IPv4 first; nobody listens at the first two."""
+    found = ["::1", "127.0.0.7", "127.0.0.8", "127.0.0.1"]
+    asked: list[str] = []
+    dialled: list[str] = []
+    real_dial = dialer.ZmqConnection._dial
+
+    def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in found]
+        return [(family, socket.SOCK_STREAM, 6, "", (each, 0)) for family, each in zip(families, found, strict=True)]
+
+    def dial(connection: dialer.ZmqConnection, host: str) -> None:
+        dialled.append(host)
+        real_dial(connection, host)
+
+    with closing(Server()) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(dialer.ZmqConnection, "_dial", dial)
+        with closing(Client(server.endpoint.replace("127.0.0.1", "rails.test"))) as client:
+            await meet(server, client)
+            assert client.connection.peer_host == "127.0.0.1"
+    assert dialled == ["127.0.0.7", "127.0.0.8", "127.0.0.1"]
+    assert set(asked) == {"rails.test"}
 
 
 async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +174,7 @@ async def test_name_that_libzmq_does_not_take_at_first_is_dialled_again(monkeypa
     real = sockets.ZmqSocket.connect
 
     def connect(one: sockets.ZmqSocket, address: str) -> object:
-        if "localhost" in address and failures:
+        if address.startswith("tcp://") and failures:
             raise failures.pop()
         return real(one, address)
 
@@ -226,6 +246,7 @@ async def test_range_without_a_free_port() -> None:
             Server(bind)
         assert caught.value.values == {"bind": bind, "first": first, "last": first + 1}
         await until(lambda: num_files() <= before)
+    await until(lambda: is_free(first))
     with closing(Server(bind)) as again:
         assert again.endpoint == taken.endpoint
 

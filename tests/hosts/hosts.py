@@ -275,6 +275,19 @@ class TwoHosts:
         host.namespace.run("ip", self._family, "route", "add", "default", "via", router)
         setattr(self, side, host)
 
+    def add_rail(self, name: str) -> None:
+        """Give host A a second address, which `cut_rail` cuts off, and a name that leads to both, that one first."""
+        own, rail = self.a.address, f"{self.a.address[:-1]}3"
+        prefix = "64" if self._is_ipv6 else "24"
+        self.a.namespace.run("ip", "address", "add", f"{rail}/{prefix}", "dev", "eth0")
+        self._router.run("ip", "neighbour", "add", rail, "lladdr", OWN_MAC, "dev", "to-a")
+        with self._hosts_file.open("a", encoding="utf-8") as stream:
+            stream.write(f"{rail} {name}\n{own} {name}\n")
+
+    def cut_rail(self) -> None:
+        """Drop everything that is sent to the second address of host A."""
+        self._rule("add", "pref", BEFORE_ALL, "to", f"{self.a.address[:-1]}3", "blackhole")
+
     # Observation ----------------------------------------------------------------------------------------------------
 
     def connections(self, a_ports: Iterable[int] | None = None) -> list[Connection]:

@@ -115,7 +115,7 @@ async def serve(rank: kvflow.PrefillRank, decode: ChildProcess, room: int) -> No
     await decode.expect("received", room)
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.slow)])
 async def test_a_decode_rank_keeps_nothing_of_killed_prefill_processes(backend: str) -> None:
     port = unused_port()
     where = kvflow.Endpoint("127.0.0.1", port)
@@ -150,6 +150,7 @@ async def test_a_prefill_rank_keeps_nothing_of_killed_decode_processes() -> None
         await until(lambda: not agents_written_to(rank))
 
 
+@pytest.mark.slow
 async def test_a_prefill_rank_over_mooncake_keeps_no_more_than_its_engines_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library has no call that closes a connection; replacing its engine does."""
     monkeypatch.setattr(mooncake_agent, "MAX_DEPARTED", MAX_DEPARTED)

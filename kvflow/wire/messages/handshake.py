@@ -85,8 +85,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
         version: Protocol version to use.
         domain: Where the transport's bytes in flight can be seen; see `kvflow.backends.base.Backend.domain`.
         endpoint: ZMQ address of the rank's control socket; empty if not given. The process has ended once this address
-            refuses connections, or another incarnation answers there. An address from a directory proves nothing,
-            because a directory may lie.
+            refuses connections, or another incarnation answers there; if it has a name, on the host that has sent this.
+            An address from a directory proves nothing, because a directory may lie.
         max_pages: Maximum number of pages in all page tables of a Grant: `Limits.pending_grant_bytes` of the sender
             holds two of them.
 
