@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TextIO, TypedDict, TypeVar
@@ -153,6 +153,7 @@ class ChildProcess(Child):
         tasks: Task group that reads its reports; it must outlive the process.
         shows_errors: Its standard error is that of this process. Otherwise it is collected, and any output there counts
             as a failure.
+        environment: Its environment variables, by default those of this process.
         settings: `answer_s` and `on_report`, as in `Child`.
 
     Raises:
@@ -167,9 +168,11 @@ class ChildProcess(Child):
         tasks: TaskGroup,
         *,
         shows_errors: bool = False,
+        environment: Mapping[str, str] | None = None,
         **settings: Unpack[ChildSettings],
     ) -> None:
         super().__init__(name, **settings)
+        self._environment = environment
         self._command = [sys.executable, "-m", module, msgspec.json.encode(options).decode()]
         self._tasks = tasks
         self._errors = None if shows_errors else subprocess.PIPE
@@ -178,7 +181,7 @@ class ChildProcess(Child):
 
     async def __aenter__(self) -> Self:
         self._process: Process = await anyio.open_process(
-            self._command, stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True
+            self._command, stdin=subprocess.PIPE, stderr=self._errors, env=self._environment, start_new_session=True
         )
         self._heard = anyio.Event()
         self._tasks.start_soon(self._listen)
