@@ -50,9 +50,15 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """The rank, or the registry, is ready."""
+    """The rank, or the registry, is ready.
+
+    Attributes:
+        at: When.
+        library: The file that kvflow was loaded from.
+    """
 
     at: float
+    library: str = ""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -85,6 +91,7 @@ class Second(msgspec.Struct, frozen=True, tag="second"):
         held_pages: Pages of ended rooms that are not safe now, whether in quarantine or not.
         quarantined_pages: Pages that the rank reports in quarantine now.
         waiting: Rooms that wait for free pages now.
+        free_pages: Pages that belong to no room now.
     """
 
     at: float
@@ -93,6 +100,7 @@ class Second(msgspec.Struct, frozen=True, tag="second"):
     held_pages: int
     quarantined_pages: int
     waiting: int
+    free_pages: int = 0
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):

@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         registry: Address of the registry (ranks).
         backend: Transport (ranks).
         backend_options: Options of the transport.
+        keys: Directory with the keys of the process; without one, it has none.
+        page_tokens: Tokens of the pages that kvflow is told of, at most those of a page of the pool.
         num_lanes: Number of rooms that the pool has pages for.
         compute_s: How long prefill computes the second half of a room.
         use_s: How long decode uses the pages of a complete room.
@@ -65,12 +67,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     registry: str = ""
     backend: str = "nixl"
     backend_options: dict[str, Any] = {}
+    keys: str = ""
+    page_tokens: int = TOKENS_PER_PAGE
     num_lanes: int = 64
     compute_s: float = 0.2
     use_s: float = 0.2
     patience_s: float = 10.0
     log_level: int = logging.INFO
     is_prepared: bool = False
+
+    @property
+    def trust(self) -> kvflow.Trust:
+        """Keys of the process."""
+        return kvflow.load_trust(self.keys) if self.keys else kvflow.Trust.none()
 
     def server_of(self, room: int) -> str:
         """Return the prefill instance that serves a room."""
@@ -144,6 +153,11 @@ class Worker(Generic[AnyRank]):
         is_settled = await self._rank.drain(timeout_s)
         tell(lines.Drained(now(), is_settled, self.num_quarantined_pages))
 
+    def _pages_of(self, lane: int) -> list[int]:
+        """Return the pages of a lane as kvflow counts them: each page of the pool may be several."""
+        split = TOKENS_PER_PAGE // self._settings.page_tokens
+        return [page * split + part for page in self._pool.pages(lane) for part in range(split)]
+
     async def _take_lane(self, room: int) -> int:
         """Wait for free pages, and report them if they were written while they were free."""
         lane = await self._take_free.receive()
@@ -186,9 +200,10 @@ class Worker(Generic[AnyRank]):
             await anyio.sleep(1.0)
             ended, self._ended = self._ended, Counter()
             successes = ended.pop(lines.SUCCESS, 0)
-            waiting = self._take_free.statistics().tasks_waiting_receive
-            held = PAGES_PER_LANE * len(self._held)
-            tell(lines.Second(now(), successes, dict(ended), held, self.num_quarantined_pages, waiting))
+            lanes = self._take_free.statistics()
+            held, free = PAGES_PER_LANE * len(self._held), PAGES_PER_LANE * lanes.current_buffer_used
+            waiting, quarantined = lanes.tasks_waiting_receive, self.num_quarantined_pages
+            tell(lines.Second(now(), successes, dict(ended), held, quarantined, waiting, free))
 
 
 class PrefillWorker(Worker[kvflow.PrefillRank]):
@@ -199,14 +214,14 @@ class PrefillWorker(Worker[kvflow.PrefillRank]):
             return
         lane = await self._take_lane(room)
         self._pool.fill(lane, room)
-        pages, half = self._pool.pages(lane), NUM_TOKENS // 2
+        pages, half = self._pages_of(lane), NUM_TOKENS // 2
         sender = self._rank.send(room)
         reason = lines.SUCCESS
         try:
             async with sender:
-                await sender.chunk((0, half), {"kv": pages[: PAGES_PER_LANE // 2]})
+                await sender.chunk((0, half), {"kv": pages[: len(pages) // 2]})
                 await anyio.sleep(self._settings.compute_s)
-                await sender.finish((half, NUM_TOKENS), {"kv": pages[PAGES_PER_LANE // 2 :]}, metadata=b"%d" % room)
+                await sender.finish((half, NUM_TOKENS), {"kv": pages[len(pages) // 2 :]}, metadata=b"%d" % room)
         except kvflow.KvflowError as error:
             reason = reason_of(error)
         self._end(room, reason)
@@ -225,7 +240,7 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             self._end(room, "no_pages")
             await self._decline(room)
             return
-        pages = {"kv": self._pool.pages(lane)}
+        pages = {"kv": self._pages_of(lane)}
         began = now()
         receiver = self._rank.receive(room, prefill=self._settings.server_of(room), tokens=(0, NUM_TOKENS), pages=pages)
         is_complete = False
@@ -273,17 +288,18 @@ def reason_of(error: kvflow.KvflowError) -> str:
     return error.reason.value if isinstance(error, kvflow.TransferFailed) else type(error).__name__
 
 
-def layout_of(pool: LanePool) -> KVLayout:
+def layout_of(pool: LanePool, page_tokens: int = TOKENS_PER_PAGE) -> KVLayout:
     """Describe the memory to kvflow: K and V of each layer, one head."""
     base, region_bytes = int(pool.memory.ctypes.data), pool.num_pages * PAGE_BYTES
+    page_bytes = page_tokens * TOKEN_BYTES
     regions = tuple(
         Region(
             tensor="kv"[number % 2],
             layer=number // 2,
             address=base + number * region_bytes,
-            slots=pool.num_pages,
-            slot_stride=PAGE_BYTES,
-            tokens_per_slot=TOKENS_PER_PAGE,
+            slots=region_bytes // page_bytes,
+            slot_stride=page_bytes,
+            tokens_per_slot=page_tokens,
             token_stride=TOKEN_BYTES,
             heads=(0, 1),
             head_stride=TOKEN_BYTES,
@@ -317,8 +333,8 @@ def now() -> float:
 
 
 async def run_registry(settings: Settings) -> None:
-    async with kvflow.Registry(settings.bind, settings.advertise, trust=kvflow.Trust.none()):
-        tell(lines.Opened(now()))
+    async with kvflow.Registry(settings.bind, settings.advertise, trust=settings.trust):
+        tell(lines.Opened(now(), kvflow.__file__))
         async for command in commands():
             if isinstance(command, lines.Close):
                 return
@@ -345,12 +361,12 @@ async def run_prefill(settings: Settings) -> None:
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
-        trust=kvflow.Trust.none(),
+        trust=settings.trust,
         bind=settings.bind,
         advertise=settings.advertise,
     )
-    async with kvflow.PrefillRank(config, layout_of(pool)) as rank:
-        tell(lines.Opened(now()))
+    async with kvflow.PrefillRank(config, layout_of(pool, settings.page_tokens)) as rank:
+        tell(lines.Opened(now(), kvflow.__file__))
         worker = PrefillWorker(settings, rank, pool)
         await worker.run()
     tell(lines.Closed(now(), worker.num_quarantined_pages))
@@ -363,10 +379,10 @@ async def run_decode(settings: Settings) -> None:
         registry=settings.registry,
         backend=settings.backend,
         backend_options=settings.backend_options,
-        trust=kvflow.Trust.none(),
+        trust=settings.trust,
     )
-    async with kvflow.DecodeRank(config, layout_of(pool)) as rank:
-        tell(lines.Opened(now()))
+    async with kvflow.DecodeRank(config, layout_of(pool, settings.page_tokens)) as rank:
+        tell(lines.Opened(now(), kvflow.__file__))
         worker = DecodeWorker(settings, rank, pool)
         await worker.run()
     tell(lines.Closed(now(), worker.num_quarantined_pages))
