@@ -85,6 +85,15 @@ def test_it_is_repeated_with_the_time_that_is_left_until_it_fails() -> None:
     assert sent(core.pass_time(TIMEOUT_S)) == []
 
 
+def test_it_is_repeated_ever_more_rarely() -> None:
+    """An older version rejects all of them, and cuts connections with too many rejected messages."""
+    core = DecodeDriver()
+    core.connect(PREFILL)
+    core(made(timeout_s=100.0))
+    left = [message.timeout_s for message in sent(core.pass_time(100.0)) if isinstance(message, Offer)]
+    assert left == pytest.approx([99, 97, 93, 85, 69, 53, 37, 21, 5], abs=0.5)
+
+
 def test_an_instance_that_is_not_found_is_unreachable() -> None:
     core = DecodeDriver()
     core(made())

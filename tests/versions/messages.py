@@ -2,7 +2,8 @@
 
 `record` prints a line for each kind of message that the version knows: the kind, its bytes, and its fields as JSON. The
 values are those of the golden file in `tests/wire`, as this version understands them. `messages.txt` has the lines of
-the older version. `read` reads lines "kind bytes", and prints the same for each, or why it cannot be read.
+the older version, see `record.py`. `read` reads lines "kind bytes", and prints the same for each, or why it cannot be
+read.
 """
 
 import sys

@@ -44,7 +44,7 @@ def test_processes_run_with_the_version_that_is_asked_for(older: Version) -> Non
 
 
 def test_the_file_is_what_the_older_version_writes(older: Version) -> None:
-    """`python -m tests.versions.messages record` with a new wheel makes a new file."""
+    """`python -m tests.versions.record` writes it, after the wheel has been replaced."""
     assert run_with(older, "record") == FILE.read_text()
 
 

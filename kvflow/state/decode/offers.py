@@ -18,6 +18,10 @@ __all__ = ["OffersMade"]
 MAX_OFFERS: Final = 256
 """Maximum number of offers of one rank that are not answered."""
 
+MAX_BACKOFF: Final = 16
+"""The pause between repetitions doubles up to this multiple of the first pause. An older peer rejects offers, and cuts
+connections with too many rejected messages: all offers together must stay within what it permits."""
+
 
 @dataclass(eq=False)
 class _Made:
@@ -27,12 +31,14 @@ class _Made:
         to: The instance that it is for.
         message: The message, with the whole timeout.
         until: When this rank gives up.
+        backoff: Pauses until it is sent again.
         peer: The rank that it was sent to; None while it waits for the handshake.
     """
 
     to: InstanceRef
     message: Offer
     until: float
+    backoff: int = 1
     peer: PeerId | None = None
 
 
@@ -110,7 +116,8 @@ class OffersMade:
     def _send(self, made: _Made, peer: PeerId, now: float) -> list[DecodeEffect]:
         if now >= made.until:
             return []
-        self._timers.set(OfferUnanswered(made.message.number), now + self._retransmit_s)
+        self._timers.set(OfferUnanswered(made.message.number), now + made.backoff * self._retransmit_s)
+        made.backoff = min(2 * made.backoff, MAX_BACKOFF)
         return self._peers.send(peer, replace(made.message, timeout_s=made.until - now))
 
     def _end_offer(self, number: int, failure: Failure | None) -> list[DecodeEffect]:
