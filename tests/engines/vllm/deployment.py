@@ -17,7 +17,7 @@ from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
 from kvflow.cli.smollm2 import prepare_smollm2
 from tests.support.ports import unused_port
 
-__all__ = ["BROUGHT", "GRANT_S", "KNOWN", "SETTLE_S", "Deployment", "Own", "leave_after", "settled"]
+__all__ = ["BROUGHT", "GRANT_S", "KNOWN", "QUIET", "SETTLE_S", "Deployment", "Own", "leave_after", "settled"]
 
 SETTLE_S: Final = 20.0
 """Longer than any failure takes, and shorter than `GRANT_S`: prefill must be notified, not time out."""

@@ -4,36 +4,53 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import aiohttp
 import pytest
 
 from kvflow.cli.serve.server import Server
 from tests.support.ports import unused_port
 
-__all__ = ["smg", "vllm_router"]
+__all__ = ["empty_smg", "smg", "vllm_router", "vllm_router_of_announced", "workers_of"]
 
 CACHE: Final = Path(__file__).parents[3] / ".cache" / "routers"
 ROUTER_READY_S: Final = 60.0
-CHECKS: Final = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2")
+CHECKS: Final = (
+    *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"),
+    *("--cb-timeout-duration-secs", "2"),  # how long a server that has failed ten times is left alone
+)
 
 
 @asynccontextmanager
-async def vllm_router(prefill: str, decode: str, logs: Path, *, mooncake_port: int | None = None) -> AsyncIterator[str]:
+async def vllm_router(
+    prefill: Sequence[str], decode: Sequence[str], logs: Path, *, mooncake_port: int | None = None
+) -> AsyncIterator[str]:
     """Run vLLM's own router with a static list of servers, and yield its URL.
 
     Args:
-        prefill: URL of the prefill server.
-        decode: URL of the decode server.
+        prefill: URLs of prefill servers.
+        decode: URLs of decode servers.
         logs: Directory for its files.
         mooncake_port: Use the `mooncake` dialect, and query this port for the id of prefill's engine.
     """
-    connector = "nixl" if mooncake_port is None else "mooncake"
-    command = ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin", "--prefill", prefill]
-    command += [] if mooncake_port is None else [str(mooncake_port)]
-    command += ["--decode", decode, "--prometheus-port", str(unused_port()), *CHECKS]
-    async with _running("vllm-router", command, logs) as url:
+    port = [] if mooncake_port is None else [str(mooncake_port)]
+    command = [word for url in prefill for word in ("--prefill", url, *port)]
+    command += [word for url in decode for word in ("--decode", url)]
+    async with _running("vllm-router", [*_vllm_options("mooncake" if port else "nixl"), *command], logs) as url:
         yield url
+
+
+@asynccontextmanager
+async def vllm_router_of_announced(address: str, logs: Path) -> AsyncIterator[str]:
+    """Run vLLM's own router with the servers that announce themselves at an address, "host:port"; yield its URL."""
+    async with _running("vllm-router", [*_vllm_options("nixl"), "--vllm-discovery-address", address], logs) as url:
+        yield url
+
+
+def _vllm_options(connector: str) -> list[str]:
+    options = ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"]
+    return [*options, "--prometheus-port", str(unused_port()), *CHECKS]
 
 
 @asynccontextmanager
@@ -52,18 +69,27 @@ async def smg(servers: Mapping[str, str], logs: Path) -> AsyncIterator[str]:
     ]
     manifest = logs / "smg.json"
     manifest.write_text(json.dumps({"version": 1, "workers": workers}))
-    command = ["launch", "--pd-disaggregation", "--disable-tokenizer-autoload", "--policy", "round_robin"]
-    command += [
-        "--discovery-provider",
-        "file",
-        "--discovery-file",
-        str(manifest),
-        "--discovery-check-interval-secs",
-        "1",
-    ]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(unused_port()), *CHECKS]
-    async with _running("smg", command, logs) as url:
+    found = ["--discovery-provider", "file", "--discovery-file", str(manifest), "--discovery-check-interval-secs", "1"]
+    async with _running("smg", [*_smg_options(), *found], logs) as url:
         yield url
+
+
+@asynccontextmanager
+async def empty_smg(logs: Path) -> AsyncIterator[str]:
+    """Run SGLang's router without servers, which are added at `/workers`, and yield its URL."""
+    async with _running("smg", _smg_options(), logs) as url:
+        yield url
+
+
+def _smg_options() -> list[str]:
+    options = ["launch", "--pd-disaggregation", "--disable-tokenizer-autoload", "--policy", "round_robin"]
+    return [*options, "--prometheus-host", "127.0.0.1", "--prometheus-port", str(unused_port()), *CHECKS]
+
+
+async def workers_of(client: aiohttp.ClientSession, router: str) -> dict[str, dict[str, Any]]:
+    """Return what a router, of either kind, says of its servers, by their URLs."""
+    async with client.get(f"{router}/workers") as answer:
+        return {worker["url"]: worker for worker in (await answer.json())["workers"]}
 
 
 @asynccontextmanager

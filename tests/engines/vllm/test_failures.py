@@ -132,7 +132,7 @@ async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.Clien
     prompt = prompt_of(77, 300)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.5, "top_k": 1, "n": 2}
     async with (
-        vllm_router(pair.prefill.url, pair.decode.url, tmp_path) as url,
+        vllm_router([pair.prefill.url], [pair.decode.url], tmp_path) as url,
         client.post(f"{url}/v1/completions", json=body) as response,
     ):
         assert response.status == 200

@@ -27,7 +27,7 @@ async def test_texts_are_those_of_one_server(
     routing = (
         serve_proxy([pair.prefill.url], [pair.decode.url], "127.0.0.1", 0)
         if router == "proxy"
-        else vllm_router(pair.prefill.url, pair.decode.url, tmp_path)
+        else vllm_router([pair.prefill.url], [pair.decode.url], tmp_path)
     )
     async with routing as url:
         slots = anyio.Semaphore(at_once)
