@@ -1,0 +1,193 @@
+"""Servers that play vLLM behind a real router, and clients that ask it for completions.
+
+A client asks again after a refusal, which must have a type: kvflow's, from a server, or the router's own.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+import anyio
+import anyio.to_thread
+import msgspec
+
+import kvflow
+from kvflow import errors
+from kvflow.admin.client import ask, find_sockets
+from kvflow.admin.messages import DrainRequest, StatusAnswer, StatusRequest
+from kvflow.cli.serve.server import Server
+from tests.fleet.openai_server import CLOSED, MODEL, ServerOptions, State, prompt_of, text_of
+from tests.support.ports import unused_port
+from tests.support.waiting import until
+
+__all__ = ["RoutedFleet", "open_routed"]
+
+ANSWER_S: Final = 60.0
+"""How long a request may take before it counts as stuck."""
+
+PAUSE_S: Final = 0.05
+"""Between a refusal and the next attempt."""
+
+ASK_S: Final = 60.0
+AFTERWARDS: Final = 40
+"""Requests in a row, none of which came to a server, after which the router has left it out."""
+
+NAMES_OF_KVFLOW: Final = {*(reason.value for reason in kvflow.FailureReason), *errors.__all__}
+OF_SERVER: Final = re.compile(r'"type": "(\w+)"')
+OF_ROUTER: Final = re.compile(r'"code":"(\w+)"|(Network error|No available workers|No eligible P/D pair)')
+
+
+class RoutedFleet:
+    """Servers by name: "prefill-0", "decode-0" and so on.
+
+    Args:
+        place: Directory for logs and the sockets of ranks.
+        client: For all requests.
+        announce: Where the servers announce themselves, "host:port"; None for nowhere.
+
+    Attributes:
+        router: URL of the router.
+        answered: Right answers.
+        refusals: Refusals by what they are called.
+    """
+
+    def __init__(self, place: Path, client: aiohttp.ClientSession, announce: str | None) -> None:
+        self._place, self._client, self._announce = place, client, announce
+        self._servers: dict[str, Server] = {}
+        self._numbers = 0
+        self.router = ""
+        self.answered = 0
+        self.refusals = Counter[str]()
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a server, which it keeps when it is replaced."""
+        return self._servers[name].url
+
+    async def start(self, *names: str) -> None:
+        """Start servers, those that ran before at their old URLs, and wait until they are healthy."""
+        for name in names:
+            if name not in self._servers:
+                self._servers[name] = self._make(name)
+            self._servers[name].start()
+        for name in names:
+            await self._servers[name].wait_until_ready(ANSWER_S)
+
+    def _make(self, name: str) -> Server:
+        port = unused_port()
+        options = ServerOptions(
+            role=name.partition("-")[0], instance=name, port=port, admin=str(self._place), announce=self._announce
+        )
+        command = [sys.executable, "-m", "tests.fleet.openai_server", msgspec.json.encode(options).decode()]
+        return Server(name, command, {}, url=f"http://127.0.0.1:{port}", log=self._place / f"{name}.log")
+
+    def kill(self, name: str) -> None:
+        """Kill a server."""
+        self._servers[name].kill()
+
+    async def drain(self, name: str) -> None:
+        """Let the rank of a server refuse new rooms, as `kvflow drain` does."""
+        for path in find_sockets(self._place):
+            status = (await anyio.to_thread.run_sync(ask, path, StatusRequest(), ASK_S)).parse(StatusAnswer)
+            if not isinstance(status, str) and status.instance == name:
+                await anyio.to_thread.run_sync(ask, path, DrainRequest(), ASK_S)
+                return
+        raise LookupError(name)
+
+    async def stop(self, name: str) -> None:
+        """Stop a server in an orderly way, and check that no page was left in quarantine."""
+        await anyio.to_thread.run_sync(self._servers[name].stop)
+        closed = [line for line in self._servers[name].log.read_text().splitlines() if line.startswith(CLOSED)]
+        assert closed[-1:] == [f"{CLOSED} 0"], self._servers[name].tail()
+
+    def kill_all(self) -> None:
+        """Kill every server."""
+        for server in self._servers.values():
+            server.kill()
+
+    async def state(self, name: str) -> State:
+        """Return what a server says of itself."""
+        async with self._client.get(f"{self.url_of(name)}/state") as answer:
+            return msgspec.json.decode(await answer.read(), type=State)
+
+    async def until_used(self, *names: str) -> None:
+        """Wait until servers have answered requests since they were started."""
+        for name in names:
+            await self._until(name, lambda state: state.answered)
+
+    async def until_left_out(self, name: str) -> None:
+        """Wait until the router sends a server nothing any more, and it has finished what it had."""
+        while True:
+            before = await self.state(name)
+            await self._until_answered(self.answered + AFTERWARDS)
+            after = await self.state(name)
+            if after.asked == before.asked and not after.held:
+                return
+
+    async def until_free(self) -> None:
+        """Wait until no running server holds pages."""
+        for name, server in self._servers.items():
+            if not server.has_ended():
+                await self._until(name, lambda state: not state.held)
+
+    async def _until_answered(self, number: int) -> None:
+        await until(lambda: self.answered >= number)
+
+    async def _until(self, name: str, condition: Callable[[State], object]) -> None:
+        while not condition(await self.state(name)):  # noqa: ASYNC110 - it depends on another process
+            await anyio.sleep(PAUSE_S)
+
+    async def load(self, at_once: int, over: anyio.Event) -> None:
+        """Keep a number of requests open until an event."""
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(self._keep_asking, over)
+
+    async def _keep_asking(self, over: anyio.Event) -> None:
+        while not over.is_set():
+            number = self._numbers = self._numbers + 1
+            is_over = False
+            while not is_over:
+                is_over = await self._ask(number)
+                await anyio.sleep(0.0 if is_over else PAUSE_S)
+
+    async def _ask(self, number: int) -> bool:
+        """Ask once; return whether there was an answer."""
+        body = {"model": MODEL, "prompt": prompt_of(number), "max_tokens": 4}
+        async with self._client.post(f"{self.router}/v1/completions", json=body) as answer:
+            status, said = answer.status, await answer.text()
+        if status == 200:
+            assert json.loads(said)["choices"][0]["text"] == text_of(number), said
+            self.answered += 1
+            return True
+        assert status >= 500, said
+        self.refusals[type_in(said)] += 1
+        return False
+
+
+def type_in(said: str) -> str:
+    """Return what kvflow or the router calls a refusal; it must have a name."""
+    found = OF_SERVER.search(said)
+    if found is not None and found[1] in NAMES_OF_KVFLOW:
+        return found[1]
+    found = OF_ROUTER.search(said)
+    assert found is not None, said
+    return found[1] or found[2]
+
+
+@asynccontextmanager
+async def open_routed(place: Path, names: list[str], *, announce: str | None = None) -> AsyncIterator[RoutedFleet]:
+    """Start servers, and end their processes with the block. The router is for the caller to start."""
+    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=ANSWER_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+        fleet = RoutedFleet(place, client, announce)
+        try:
+            await fleet.start(*names)
+            yield fleet
+        finally:
+            fleet.kill_all()
