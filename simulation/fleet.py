@@ -14,6 +14,7 @@ import msgspec
 from kvflow.bounds import Bounds
 from kvflow.config import Timeouts
 from simulation.deployment import SOON_S, Deployment, watch_logs
+from simulation.loop import Violation
 from simulation.model import MODELS, Shape
 from simulation.network import Session
 from simulation.oracle import Instance
@@ -33,6 +34,9 @@ STEADY_S: Final = 5.0
 """How long messages are counted without faults, once every pair has met."""
 
 CUT_S, OUTAGE_S, DISTURBED_S, HEALED_S = 3.0, 5.0, 20.0, 8.0
+
+LAST_S: Final = 5.0
+"""How long the last requests may take: transfers take 3 s at most."""
 
 REPLACED_PER_MIN: Final = 0.1
 
@@ -194,6 +198,10 @@ class _Fleet:
         deployment.start_all()
         self._pass_time(HEALED_S)
         router.is_open = False
+        self._pass_time(LAST_S)  # a request that has just begun is in no rank yet
+        lasting = [str(trial.request) for trial in router.trials if trial.ended is None]
+        if lasting:
+            raise Violation(f"{', '.join(lasting)} still last")
         settle(deployment)
         deployment.check_quarantine()
         deployment.release_quarantine()

@@ -1,5 +1,7 @@
 """Fleets in virtual time, of sizes that take seconds; `python -m simulation fleet` runs larger ones."""
 
+from pathlib import Path
+
 import pytest
 
 from simulation.__main__ import main
@@ -24,8 +26,10 @@ def test_idle_peers_cost_a_heartbeat_each() -> None:
     assert many.messages_per_request <= 1.2 * few.messages_per_request
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fleet", "--sizes", "1x1", "--rate", "5"]) == 0
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "fleets.svg"
+    assert main(["fleet", "--sizes", "1x1", "--rate", "5", "--picture", str(picture)]) == 0
     assert "1x1" in capsys.readouterr().out
+    assert "<svg" in picture.read_text()
     assert main(["fleet", "--sizes", "1-1"]) == 2
     assert "--sizes" in capsys.readouterr().err
