@@ -118,7 +118,7 @@ def over_metadata_bytes() -> None:
     anyio.run(run)
 
 
-def waits(setting: str) -> Callable[[], None]:
+def waits(setting: str, *, background: bool = False) -> Callable[[], None]:
     """Return a check that a transfer of many times as much as this limit only takes longer."""
 
     async def run() -> None:
@@ -126,7 +126,7 @@ def waits(setting: str) -> Callable[[], None]:
         async with pair(num_pages, limits=Bounds(**{setting: 1})) as both:
 
             async def send() -> None:
-                async with both.prefill.send(1) as sender:
+                async with both.prefill.send(1, background=background) as sender:
                     for page in range(num_pages):
                         await sender.chunk((page, page + 1), {"kv": [page]})
                     await sender.finish((num_pages, num_pages), {})
@@ -163,6 +163,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
             "descriptors_planned_inline",
         )
     },
+    "bytes_per_background_post": waits("bytes_per_background_post", background=True),
 }
 
 
