@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "prepare"]
 
 FIRST_PORT: Final = 8170
-BETWEEN: Final = 12
+BETWEEN: Final = 50
 """Tokens between two moves of a request."""
 
 AT_ONCE: Final = 4
