@@ -34,7 +34,7 @@ JUDGED: Final[Mapping[str, Callable[[Health], bool]]] = {
     "/readyz": lambda health: health.ready,
     "/livez": lambda health: health.live,
 }
-"""Which ranks are well, by the path that is asked."""
+"""Which ranks are healthy, by the path that is asked."""
 
 VLLM_PATH: Final = "/health"
 
@@ -47,16 +47,16 @@ class OwnRank(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why it is not well."""
+        """Why it is not healthy."""
         return self.health if isinstance(self.health, str) else self.health.reason
 
-    def is_well(self, path: str) -> bool:
+    def is_healthy(self, path: str) -> bool:
         """Return whether it is, for those who ask at this path."""
         return not isinstance(self.health, str) and JUDGED[path](self.health)
 
 
 class RanksHealth:
-    """ASGI middleware: 503 with reasons if a rank of this server is not well, otherwise what vLLM answers.
+    """ASGI middleware: 503 with reasons if a rank of this server is not healthy, otherwise what vLLM answers.
 
     `GET /health` and `GET /readyz` want every rank to accept new rooms; `GET /livez` wants none to be broken. Only the
     ranks of this server count, on this host. One that does not answer counts once it has answered before: until then,
@@ -83,11 +83,11 @@ class RanksHealth:
         if scope["type"] != "http" or scope["method"] != "GET" or path not in JUDGED:
             await self._app(scope, receive, send)
             return
-        ailing = {rank.name: rank.reason for rank in await self._ask_ranks(scope) if not rank.is_well(path)}
-        if not ailing:
+        unhealthy = {rank.name: rank.reason for rank in await self._ask_ranks(scope) if not rank.is_healthy(path)}
+        if not unhealthy:
             await self._app({**scope, "path": VLLM_PATH, "raw_path": VLLM_PATH.encode()}, receive, send)
             return
-        body = msgspec.json.encode({"error": "a rank of this server is not well", "ranks": ailing})
+        body = msgspec.json.encode({"error": "a rank of this server is not well", "ranks": unhealthy})
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 503, "headers": head})
         await send({"type": "http.response.body", "body": body})

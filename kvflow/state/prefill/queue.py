@@ -15,8 +15,8 @@ heads of the rotations; finding it costs the same however many wait. It follows 
 - once a delivery of class `c` has waited for `c * ageing_s`, only deliveries that are already queued can have a turn
   before it, one each.
 
-Pieces in the background have a queue of their own, and a turn only when no other piece can have one. They take no
-bandwidth from others but a bounded share of the time, see `BackgroundPace`.
+Pieces in the background wait apart, and have a turn only when no other piece can have one. `BackgroundPace` bounds the
+share of the time in which one is written beside others.
 """
 
 import enum
