@@ -107,10 +107,12 @@ class RankAnswers:
                 record = self._find(name)
                 self._rank.release(record, because=because)
                 return msg.ReleaseAnswer(room=record.room)
-            case msg.DrainRequest():
-                self._rank.start_drain()
+            case msg.DrainRequest(announce=announce):
+                if announce:
+                    self._rank.announce_drain()
+                else:
+                    self._rank.start_drain()
                 return msg.DrainAnswer(is_drained=self._rank.is_drained, num_unsettled=self._transfers.num_unsettled)
-
             case msg.IncidentRequest():
                 found = self._transfers.quarantined(MAX_LISTED)
                 missing = [(record.room, [proof.detail for proof in record.missing]) for record in found]
@@ -176,9 +178,9 @@ def health_of(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> m
     except KvflowError as error:
         reason = f"{error}: {shorten(describe(error.__cause__ or error))}"
         return msg.Health(transfer="broken", reason=reason, live=False, ready=False)
-    refusal = _refusal(rank, transfers)
-    if refusal:
-        return msg.Health(transfer="degraded", reason=refusal, live=True, ready=False)
+    reason = _why_not_ready(rank, transfers)
+    if reason:
+        return msg.Health(transfer="degraded", reason=reason, live=True, ready=False)
     found = transfers.quarantined(1)
     if found:
         reason = f"transfers in quarantine: {transfers.num_quarantined}; the oldest is {found[0]}"
@@ -186,10 +188,12 @@ def health_of(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> m
     return msg.Health(transfer="ok", reason="", live=True, ready=True)
 
 
-def _refusal(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> str:
-    """Return why new rooms are refused; empty if they are not."""
+def _why_not_ready(rank: "Rank[Any, Any, Any]", transfers: "OpenTransfers[Any]") -> str:
+    """Return why new rooms are refused, or soon will be; empty if neither."""
     if rank.is_draining:
         return "the rank is draining"
+    if rank._will_drain:
+        return "the rank is about to drain"
     try:
         transfers.core.quarantine.check_admission()
     except CapacityExceeded as error:

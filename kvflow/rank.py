@@ -38,7 +38,6 @@ from kvflow.incidents import Incidents
 from kvflow.keys import renewed_trust
 from kvflow.metrics import Metric, Role, collect_metrics
 from kvflow.observe.histograms import Histogram
-from kvflow.observe.logs import get_logger
 from kvflow.observe.times import StageTimes
 from kvflow.observe.trace import AnomalyLog
 from kvflow.offers import OfferBook, OfferQueue
@@ -125,7 +124,6 @@ class Rank(Standing, abc.ABC, Generic[AnyTransfer, AnyEvent, AnyEffect]):
         self._trust = config.trust_in_force
         self._staging = staging_memory(config, layout, self._backend.capabilities.descriptor_overhead_s)
         self._times = StageTimes()
-        self._log = get_logger(instance=config.instance, engine_rank=config.engine_rank)
         self._transfers = OpenTransfers[AnyTransfer](layout, self._log, tracer)
         self._anomalies = AnomalyLog(self._log, self._ports.now)
         self._loop_lag = Histogram()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from kvflow.errors import LocalProtocolError, RankBroken
+from kvflow.observe.logs import get_logger
 from kvflow.wire.messages import PeerId
 
 __all__ = ["Standing"]
@@ -26,6 +27,8 @@ class Standing:
         self.me = me
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_open = False
+        self._log = get_logger(instance=me.rank.instance, engine_rank=me.rank.engine_rank)
+        self._will_drain = False
         self._is_draining = False
         self._error: Exception | None = None
 
@@ -65,6 +68,20 @@ class Standing:
         """Check the loop, and that the rank is open; raises as `_check_loop` and `_check_usable`."""
         self._check_loop()
         self._check_usable()
+
+    def announce_drain(self) -> None:
+        """Say in `health` that the rank is not ready, so that routers leave it out, but go on accepting new work.
+
+        Call `start_drain` when they have noticed: what they have sent until then is not refused. Calling it again, or
+        while the rank drains, has no effect.
+
+        Raises:
+            LocalProtocolError, RankBroken: The rank is not open, or broken.
+        """
+        self._check_open()
+        if not self._will_drain and not self._is_draining:
+            self._will_drain = True
+            self._log.info("drain_announced")
 
     @property
     def is_draining(self) -> bool:

@@ -129,8 +129,7 @@ def test_set_has_another_name_than_services() -> None:
 @BY_SERVER
 def test_pods_have_time_to_end(server: Server) -> None:
     """Before a pod is killed, routers notice, transfers finish, and vLLM ends what has begun."""
-    script = server.commands[-1][-1]
-    waits = [int(found) for found in re.findall(r"(?:sleep|--wait) (\d+)", script)]
+    waits = [int(found) for found in re.findall(r"--(?:notice|wait) (\d+)", " ".join(server.commands[-1]))]
     (last,) = [int(found) for found in re.findall(r"--shutdown-timeout=(\d+)", " ".join(server.container["args"]))]
     assert len(waits) == 2
     assert sum(waits) + last + 15 <= server.pod["terminationGracePeriodSeconds"]

@@ -82,7 +82,9 @@ class ReleaseRequest(RequestBase, frozen=True, tag="release"):
 
 
 class DrainRequest(RequestBase, frozen=True, tag="drain"):
-    """Refuse new rooms, and let open ones finish."""
+    """Refuse new rooms, and let open ones finish; with `announce`, only be not ready any more, see `announce_drain`."""
+
+    announce: bool = False
 
 
 class IncidentRequest(RequestBase, frozen=True, tag="incident"):

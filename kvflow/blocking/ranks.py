@@ -206,6 +206,7 @@ class BlockingRank(Generic[AnyConfig, AnyRank, AnyTransfer]):
     quarantined = call_on_loop(Rank.quarantined)
     release = call_on_loop(Rank.release)
     reload_trust = call_on_loop(Rank.reload_trust)
+    announce_drain = call_on_loop(Rank.announce_drain)
     start_drain = call_on_loop(Rank.start_drain)
 
     @property

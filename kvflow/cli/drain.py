@@ -17,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_rank_options(parser)
     parser.add_argument("--all", action="store_true", help="all ranks of this host; needed if none are selected")
+    notice = "not be ready for this long before, so that routers notice; new rooms are accepted until then"
+    parser.add_argument("--notice", type=float, default=0.0, metavar="SECONDS", help=notice)
     wait = "wait up to this long until everything has finished"
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help=wait)
 
@@ -36,6 +38,9 @@ def _drain(arguments: argparse.Namespace) -> int:
     if not arguments.all and all(which is None for which in chosen):
         raise ConfigError("select ranks with --instance, --rank, --pid or --socket, or say --all")
     found = find_ranks(arguments)
+    if arguments.notice > 0:
+        ask_ranks(found, DrainRequest(announce=True), DrainAnswer, arguments.timeout)  # problems show below, too
+        time.sleep(arguments.notice)
     ends_at = time.monotonic() + arguments.wait
     while True:
         asked = ask_ranks(found, DrainRequest(), DrainAnswer, arguments.timeout)

@@ -16,6 +16,7 @@ from kvflow.cli import main as cli
 from kvflow.cli import status
 from kvflow.cli.main import main
 from kvflow.cli.tasks import open_tasks
+from tests.observe.lines import printed
 from tests.support.blocking_process import ReceiverOptions
 from tests.support.instances import deploy
 from tests.support.prefill_client import give_ticket, prefill_process
@@ -142,6 +143,9 @@ async def test_ranks_are_found_selected_and_drained(tmp_path: Path, capsys: Capt
         assert (await run(capsys, "drain --instance prefill --wait 30", *here))[0] == 0
         assert [rank.is_drained for rank in deployment.prefill] == [True, True]
         assert not deployment.decode[0].is_drained
+        with printed() as lines:
+            assert (await run(capsys, "drain --instance decode --notice 0.01 --wait 30", *here))[0] == 0
+        assert [line["event"] for line in lines.objects()] == ["drain_announced", "rank_draining"]
         assert (await run(capsys, "health --ready --instance prefill", *here))[0] == 1
         assert (await run(capsys, "health --live", *here))[0] == 0
 

@@ -34,10 +34,11 @@ RANKS: Final = "kvflow.blocking.ranks"
 """Where arguments of a constructor are documented by the base class."""
 
 LEASE: Final = ("start_lease", "reclaim")
+START: Final = ("announce_drain", "start_drain")
 DRAIN: Final = ("is_drained", "drain")
-RANK: Final = ("metrics", "health", "reload_trust", "start_drain", "is_draining", *DRAIN, "quarantined", "release")
+RANK: Final = ("metrics", "health", "reload_trust", *START, "is_draining", *DRAIN, "quarantined", "release")
 UPDATES: Final = ("completed", "wait_any", "fileno")
-ASKED: Final = ("statistics", "metrics", "health", "reload_trust", "start_drain", "quarantined", "release")
+ASKED: Final = ("statistics", "metrics", "health", "reload_trust", *START, "quarantined", "release")
 
 SENDER: Final = ("wanted", "queued_chunks", "chunk", "finish", "quiesce", "is_quiesced", "resume_at", *LEASE, "result")
 
