@@ -20,12 +20,13 @@ __all__ = [
     "check_host",
     "check_needs_trust",
     "check_registry",
-    "has_name",
+    "has_one_host",
     "is_loopback",
     "is_number",
     "join_address",
     "split_address",
     "split_bind",
+    "split_hosts",
 ]
 
 MAX_PORT: Final = 65_535
@@ -35,9 +36,13 @@ MAX_ZONE: Final = 15
 characters, and raises an error that is not an OSError.
 """
 
-ADDRESS: Final = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]):([0-9]{1,5})", re.ASCII)
+MAX_HOSTS: Final = 8
+"""Hosts in one address. Each takes a second to try if it does not answer."""
+
+ADDRESS: Final = re.compile(r"tcp://([^/]+):([0-9]{1,5})", re.ASCII)
 PORTS: Final = re.compile(r"(.*:)([0-9]{1,5})-([0-9]{1,5})", re.ASCII)
 HOST: Final = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
+IN_ADDRESS: Final = re.compile(r"\*|[A-Za-z0-9._-]+|\[[A-Za-z0-9:._%-]+\]", re.ASCII)
 DIRECTORY: Final = re.compile(r"(?P<scheme>\w+)://(?P<hosts>[^/?]*)(?P<path>[^?]*)(\?(?P<options>.*))?", re.ASCII)
 HOST_PORT: Final = re.compile(r"([A-Za-z0-9._-]+|\[[A-Za-z0-9:.%-]+\]):[0-9]{1,5}", re.ASCII)
 
@@ -53,19 +58,25 @@ HOSTS: Final = 1_024
 
 
 def split_address(setting: str, address: object) -> tuple[str, int]:
-    """Split `tcp://host:port`, with the brackets of an IPv6 address removed, or raise ConfigError with the setting.
+    """Split `tcp://host:port`, with the brackets of IPv6 addresses removed, or raise ConfigError with the setting.
 
-    ZMQ accepts ports above 65535 and silently uses different ones; they are rejected here.
+    It may have several hosts, see `split_hosts`. ZMQ accepts ports above 65535 and silently uses different ones; they
+    are rejected here.
     """
     match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or int(match[2]) > MAX_PORT:
+    hosts = [] if match is None else match[1].split(",")
+    if match is None or int(match[2]) > MAX_PORT or not all(map(IN_ADDRESS.fullmatch, hosts)):
         raise ConfigError("address must have the form tcp://HOST:PORT", setting=setting, value=address)
-    host = match[1]
-    if host.startswith("["):
-        host = host[1:-1]
-        if not _is_ipv6(host):
-            raise ConfigError("only an IPv6 address may be in brackets", setting=setting, value=address)
-    return host, int(match[2])
+    if len(hosts) > MAX_HOSTS:
+        raise ConfigError(f"address may have {MAX_HOSTS} hosts at most", setting=setting, value=address)
+    if not all(_is_ipv6(host[1:-1]) for host in hosts if host.startswith("[")):
+        raise ConfigError("only an IPv6 address may be in brackets", setting=setting, value=address)
+    return ",".join(split_hosts(match[1])), int(match[2])
+
+
+def split_hosts(host: str) -> list[str]:
+    """Return the hosts of "host" or "host,host,...", the addresses of one rank, without brackets."""
+    return [one.strip("[]") for one in host.split(",")]
 
 
 def split_bind(bind: object) -> tuple[str, range]:
@@ -76,9 +87,9 @@ def split_bind(bind: object) -> tuple[str, range]:
     """
     match = PORTS.fullmatch(bind) if isinstance(bind, str) else None
     if match is None:
-        host, port = split_address("bind", bind)
+        host, port = _split_one("bind", bind)
         return host, range(port, port + 1)
-    host, first = split_address("bind", match[1] + match[2])
+    host, first = _split_one("bind", match[1] + match[2])
     last = int(match[3])
     if not 1 <= first <= last <= MAX_PORT:
         raise ConfigError(
@@ -91,16 +102,23 @@ def split_bind(bind: object) -> tuple[str, range]:
     return host, range(first, last + 1)
 
 
+def _split_one(setting: str, address: object) -> tuple[str, int]:
+    host, port = split_address(setting, address)
+    if "," in host:
+        raise ConfigError("address must have one host", setting=setting, value=address)
+    return host, port
+
+
 def join_address(host: str, port: int | str) -> str:
-    """Return `tcp://host:port`, with an IPv6 address in brackets; the port may be a range."""
-    is_bare = ":" in host and not host.startswith("[")
-    return f"tcp://[{host}]:{port}" if is_bare else f"tcp://{host}:{port}"
+    """Return `tcp://host:port`, with IPv6 addresses in brackets; the port may be a range, the host several."""
+    hosts = ",".join(f"[{one}]" if ":" in one else one for one in split_hosts(host))
+    return f"tcp://{hosts}:{port}"
 
 
 def check_endpoint(setting: str, address: object) -> None:
     """Raise ConfigError, with the setting, unless an address can be connected to: no wildcard and not port 0."""
     host, port = split_address(setting, address)
-    if port == 0 or _is_wildcard(host):
+    if port == 0 or any(map(_is_wildcard, split_hosts(host))):
         raise ConfigError(
             "address must name a host and a port that others can connect to", setting=setting, value=address
         )
@@ -128,15 +146,20 @@ def is_number(host: str) -> bool:
     return True
 
 
-def has_name(address: str) -> bool:
-    """Return whether "tcp://host:port" has a name, which may lead to another host later."""
+def has_one_host(address: str) -> bool:
+    """Return whether "tcp://host:port" leads to the same host always. A name may lead to another one later."""
     host, _ = split_address("address", address)
-    return not is_number(host) and not is_loopback(host)
+    return "," not in host and (is_number(host) or is_loopback(host))
 
 
 @functools.lru_cache(HOSTS)
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this one whoever asks: an address of the loopback interface, or "localhost"."""
+    """Return whether a host is this one whoever asks: an address of the loopback interface, or "localhost".
+
+    Of several, all are.
+    """
+    if "," in host:
+        return all(map(is_loopback, host.split(",")))
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -148,7 +171,7 @@ class Endpoint:
     """Address of the prefill rank that acts as the registry for its instance.
 
     Attributes:
-        host: A host name, or an IPv4 or IPv6 address, with or without brackets.
+        host: A host name, or an IPv4 or IPv6 address, with or without brackets; several with commas between them.
         port: Port of its control socket.
 
     Raises:
@@ -160,7 +183,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         check_host("host", self.host)
-        set_field(self, "host", self.host.strip("[]"))
+        set_field(self, "host", ",".join(split_hosts(self.host)))
         set_field(self, "port", check_integer("port", self.port, 1, MAX_PORT))
 
     def __str__(self) -> str:
@@ -244,7 +267,8 @@ def check_bind(bind: object, advertise: object) -> None:
 
     Args:
         bind: "tcp://host:port" or "tcp://host:first-last".
-        advertise: Host to give to peers, without a port; None for the host of `bind`, which then is no wildcard.
+        advertise: Host to give to peers, or several, without a port; None for the host of `bind`, which then is no
+            wildcard.
     """
     host, _ = split_bind(bind)
     if advertise is None:
@@ -255,8 +279,11 @@ def check_bind(bind: object, advertise: object) -> None:
 
 
 def check_host(setting: str, host: object) -> None:
-    """Raise ConfigError, with the setting, unless a value is a host: no wildcard, and without a scheme or a port."""
-    if not isinstance(host, str) or not _is_host(host) or _is_wildcard(host.strip("[]")):
+    """Raise ConfigError, with the setting, unless a value is a host, or several: no wildcard, no scheme, no port."""
+    hosts = host.split(",") if isinstance(host, str) else []
+    if not 1 <= len(hosts) <= MAX_HOSTS or not all(
+        _is_host(one) and not _is_wildcard(one.strip("[]")) for one in hosts
+    ):
         raise ConfigError("setting must be a host, without a scheme or a port", setting=setting, value=host)
 
 

@@ -320,8 +320,9 @@ class PrefillConfig(RankConfig):
     Attributes:
         bind: Address of its control socket. Port 0 takes a free one, and "tcp://10.0.0.2:7000-7099" the first free one
             of a range.
-        advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard. A name may have several
-            addresses, which are tried in turn, and may lead to another host later.
+        advertise: Host at which decode ranks reach it; needed if `bind` is a wildcard. If it is several hosts
+            ("10.0.0.2,10.1.0.2"), or a name with several addresses, each is tried in turn. A name may lead to another
+            host later. Mooncake moves data over the first.
         packing: "auto" packs where the transport's figures say it is faster, "always" whenever a slot is available,
             "never" not at all.
         takes_offers: The engine looks at the offers of other instances (`PrefillRank.offers`), which are declined

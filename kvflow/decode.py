@@ -10,6 +10,7 @@ from typing import assert_never
 import msgspec
 from typing_extensions import Unpack, override
 
+from kvflow.addresses import split_hosts
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.checks import check_argument
@@ -273,7 +274,7 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
         advertise, towards = self.config.advertise, self._ports.control.host_towards
         registry = self.config.registry_endpoint
         if advertise is not None:
-            return advertise.strip("[]")
+            return split_hosts(advertise)[0]
         return await (default_host(towards) if registry is None else towards(registry))
 
     @override

@@ -7,6 +7,7 @@ from typing import Final, assert_never
 
 from typing_extensions import Unpack, override
 
+from kvflow.addresses import split_hosts
 from kvflow.backends.base import Backend
 from kvflow.backends.shared import SharedBackend
 from kvflow.bounds import Bounds
@@ -173,7 +174,7 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
     @override
     async def _own_host(self) -> str:
         bind, advertise = self.config.bind, self.config.advertise
-        return advertise.strip("[]") if advertise else host_of(bind)
+        return split_hosts(advertise)[0] if advertise else host_of(bind)
 
     @override
     def _open(self) -> None:

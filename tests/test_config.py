@@ -268,6 +268,7 @@ def test_name_of_an_instance(name: object, is_one: bool) -> None:
         ("tcp://[fd00::1]:65535", "fd00::1", 65_535),
         ("tcp://[fe80::1%enp65s0f1np1]:1", "fe80::1%enp65s0f1np1", 1),
         ("tcp://*:1", "*", 1),
+        ("tcp://10.0.0.1,[fd00::1],host-1:7", "10.0.0.1,fd00::1,host-1", 7),
     ],
 )
 def test_address_is_taken_apart_and_put_together(address: str, host: str, port: int) -> None:
@@ -315,11 +316,41 @@ def test_only_what_is_bound_has_a_range_of_ports() -> None:
     assert prefill(bind="tcp://127.0.0.1:7000-7099").bind == "tcp://127.0.0.1:7000-7099"
 
 
-@pytest.mark.parametrize("address", ["tcp://[::1]:7", "tcp://10.0.0.1:65535", "tcp://host-1.example:7000"])
+@pytest.mark.parametrize(
+    "address", ["tcp://[::1]:7", "tcp://10.0.0.1:65535", "tcp://host-1.example:7000", "tcp://10.0.0.1,[fd00::1]:7000"]
+)
 def test_endpoints_are_read_from_addresses_and_written_as_such(address: str) -> None:
     assert str(Endpoint.parse(address)) == address
     host, port = split_address("address", address)
-    assert Endpoint(f"[{host}]" if ":" in host else host, np.int64(port)) == Endpoint.parse(address)  # type: ignore[arg-type]
+    bracketed = address.removeprefix("tcp://").rpartition(":")[0]
+    assert Endpoint(host, np.int64(port)) == Endpoint(bracketed, port) == Endpoint.parse(address)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "hosts", [",", "10.0.0.1,", ",10.0.0.1", "10.0.0.1, 10.0.0.2", "10.0.0.1:1,10.0.0.2", "[10.0.0.1,fd00::1]"]
+)
+def test_hosts_that_are_no_list(hosts: str) -> None:
+    with pytest.raises(ConfigError):
+        Endpoint.parse(f"tcp://{hosts}:7000")
+    with pytest.raises(ConfigError, match="must be a host"):
+        prefill(bind="tcp://127.0.0.1:0", advertise=hosts)
+
+
+def test_rules_see_all_hosts_of_an_address() -> None:
+    several = ",".join(f"127.0.0.{number}" for number in range(1, 9))
+    assert prefill(registry=f"tcp://{several}:1", advertise=several).advertise == several
+    with pytest.raises(ConfigError, match="8 hosts at most"):
+        prefill(registry=f"tcp://{several},127.0.0.9:1")
+    with pytest.raises(ConfigError, match="must be a host"):
+        prefill(advertise=f"{several},127.0.0.9")
+    with pytest.raises(ConfigError, match="set trust="):
+        prefill(registry="tcp://127.0.0.1,10.0.0.1:1")
+    with pytest.raises(ConfigError, match="others can connect to"):
+        prefill(registry="tcp://127.0.0.1,0.0.0.0:1")
+    with pytest.raises(ConfigError, match="must be a host"):
+        prefill(advertise="127.0.0.1,*")
+    with pytest.raises(ConfigError, match="must have one host"):
+        prefill(bind="tcp://127.0.0.1,127.0.0.2:0")
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:7000", "tcp://host-1.example:7000", "tcp://[fd00::1]:7000"])

@@ -8,7 +8,7 @@ import asyncio
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from kvflow.addresses import split_address
+from kvflow.addresses import split_address, split_hosts
 from kvflow.errors import Shortage
 from kvflow.resources import check_shortage
 
@@ -53,6 +53,16 @@ class Diagnosis(NamedTuple):
 async def diagnose(endpoint: str, *, is_encrypted: bool) -> Diagnosis:
     """Return why a connection to a listener is not made by this process, which uses keys or not."""
     host, port = split_address("endpoint", endpoint)
+    first, *others = split_hosts(host)
+    found = await _diagnose_host(first, port, is_encrypted=is_encrypted)
+    for other in others:
+        more = await _diagnose_host(other, port, is_encrypted=is_encrypted)
+        detail = f"{found.detail}; {other}: {more.detail}"
+        found = Diagnosis(detail, found.is_refusal or more.is_refusal, found.is_short or more.is_short)
+    return found
+
+
+async def _diagnose_host(host: str, port: int, *, is_encrypted: bool) -> Diagnosis:
     try:
         got = await _ask(host, port, OPENING)
     except TimeoutError:

@@ -7,7 +7,6 @@ takes over. Messages that libzmq has not sent by then are dropped with the old s
 
 import asyncio
 import errno
-import socket
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -35,6 +34,7 @@ from kvflow.control.sockets import (
 from kvflow.control.tcp import Tcp
 from kvflow.errors import ConfigError, Shortage, Unreachable
 from kvflow.gate.connections import MAX_WAITING_BYTES
+from kvflow.hosts import resolve_hosts
 from kvflow.ports import OnKindRefused, OnObstacle, OnRefused, ignore
 from kvflow.resources import check_shortage, descriptors
 from kvflow.trust import ClientKeys, short
@@ -203,7 +203,8 @@ class ZmqConnection:
     """A connection to one listener, see `kvflow.ports.Connection` and `kvflow.ports.ControlChannel.connect`.
 
     A worker thread resolves a host name, again for each attempt, because it may lead to another host by now. If it has
-    several addresses, they are tried in turn, those of IPv4 first, until one is reached. libzmq would try only one.
+    several addresses, or the endpoint several hosts, they are tried in turn, until one is reached. libzmq would try
+    only one.
 
     If the listener may have any of several keys, each is tried in turn. Messages sent while disconnected are queued in
     this object.
@@ -437,9 +438,9 @@ class ZmqConnection:
             self._resolve()
 
     def _resolve(self) -> None:
-        """Look up the addresses of the host name in a thread. If there are none, retry later."""
+        """Look up the addresses of the hosts in a thread. If there are none, retry later."""
         try:
-            found = self._loop.run_in_executor(None, _addresses, self._host)
+            found = self._loop.run_in_executor(None, resolve_hosts, self._host)
         except RuntimeError:  # no thread could be started
             self._redial_later(RECONNECT_MAX_MS)
             return
@@ -487,10 +488,3 @@ class ZmqConnection:
                 raise
             stack.pop_all()
         return made, monitor
-
-
-def _addresses(host: str) -> list[str]:
-    """Return the addresses of a host name, those of IPv4 first; raise OSError if there are none."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import json
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from kvflow.addresses import check_endpoint, is_loopback, join_address, split_address
+from kvflow.addresses import check_endpoint, is_loopback, join_address, split_address, split_hosts
 from kvflow.admin.messages import StatusAnswer
 from kvflow.control.diagnosis import CONNECT_S, diagnose
 from kvflow.doctor.devices import has_active_rdma
@@ -22,7 +21,7 @@ from kvflow.doctor.probe import FINGERPRINT, ProbeOrder, run_in_child
 from kvflow.doctor.ranks import judge_drafts, local_ranks
 from kvflow.doctor.transport import judge_probe
 from kvflow.errors import ConfigError, FailureReason, RemoteProtocolError, TicketError, describe, shorten
-from kvflow.hosts import host_of, host_towards
+from kvflow.hosts import host_of, host_towards, resolve_hosts
 from kvflow.system import system_ports
 from kvflow.trust import Trust
 from kvflow.wire.codec import Reader, encode
@@ -100,13 +99,12 @@ def read_target(text: str) -> tuple[str, Ticket | None]:
 
 async def name_resolution(visit: Visit) -> AsyncIterator[Finding]:
     """Whether the name of the host resolves, and whether the address can be meant for other hosts."""
-    host, port = split_address("target", visit.address)
+    host, _ = split_address("target", visit.address)
     try:
-        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        visit.hosts = await anyio.to_thread.run_sync(resolve_hosts, host)
     except (OSError, UnicodeError) as error:
         yield fail(f"{host} does not resolve: {error}", f"getent hosts {host}; add it to DNS or /etc/hosts")
         return
-    visit.hosts = list(dict.fromkeys(str(address[0]) for *_, address in found))
     own = await host_towards(visit.address)
     text = f"{host} is {', '.join(visit.hosts)}; this host is {own or 'without a route'} towards it"
     if visit.ticket is not None and is_loopback(host):
@@ -122,6 +120,11 @@ async def tcp_connection(visit: Visit) -> AsyncIterator[Finding]:
 
 async def _connect(address: str) -> Finding:
     host, port = split_address("address", address)
+    *hosts, host = split_hosts(host)
+    for one in hosts:
+        if (found := await _connect(join_address(one, port))).status == "ok":
+            return found
+    address = join_address(host, port)
     began_at = anyio.current_time()
     try:
         with anyio.fail_after(CONNECT_S):

@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Final
 
-from kvflow.addresses import split_address
+from kvflow.addresses import split_address, split_hosts
 from kvflow.errors import TicketError
 from kvflow.gate.capability import denial
 from kvflow.trust import Trust, short, speaks_for
@@ -152,9 +152,10 @@ def host_denial(address: str, allowed: Sequence[str]) -> str:
         ConfigError: The address is malformed.
     """
     host, _ = split_address("address", address)
-    if not allowed or any(_matches(rule, host.lower()) for rule in allowed):
-        return ""
-    return f"{host} is not in `allowed_hosts`"
+    for one in split_hosts(host) if allowed else ():
+        if not any(_matches(rule, one.lower()) for rule in allowed):
+            return f"{one} is not in `allowed_hosts`"
+    return ""
 
 
 def _matches(rule: str, host: str) -> bool:

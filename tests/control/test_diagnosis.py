@@ -42,6 +42,16 @@ async def test_nobody_listens() -> None:
     assert found.detail.startswith("connection refused")
 
 
+async def test_each_of_several_hosts_has_its_reason() -> None:
+    with listening() as server:
+        several = at(server).replace("127.0.0.1", "127.0.0.2,127.0.0.1,no-such-host.invalid")
+        found = await diagnose(several, is_encrypted=False)
+    first, second, third = found.detail.split("; ")
+    assert first.startswith("connection refused")
+    assert second.startswith("127.0.0.1: it accepts TCP connections, but says nothing")
+    assert third.startswith("no-such-host.invalid: no TCP connection: ")
+
+
 async def test_the_host_drops_what_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel drops connections to a listener whose queue is full."""
     monkeypatch.setattr(diagnosis, "CONNECT_S", 0.2)

@@ -84,6 +84,15 @@ async def test_rank_that_serves_is_described(tmp_path: Path) -> None:
         assert "layers 0-1" in found["fingerprint and layout"][0].cause
 
 
+async def test_rank_with_several_hosts_is_described() -> None:
+    async with serving(bind="tcp://127.0.0.3:0", advertise="127.0.0.2,127.0.0.3") as rank:
+        found = await findings_of(rank.endpoint, "test-model")
+        assert "127.0.0.2,127.0.0.3 is 127.0.0.2, 127.0.0.3" in found["name resolution"][0].cause
+        assert has_finding(found["tcp connection"], "ok", "tcp://127.0.0.3:", "")
+        assert str(rank.me) in found["who answers"][0].cause
+        assert not [one for findings in found.values() for one in findings if one.status == "fail"]
+
+
 async def test_other_model_is_found() -> None:
     async with serving() as rank:
         found = (await findings_of(rank.endpoint, "another-model"))["fingerprint and layout"]

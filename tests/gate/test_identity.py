@@ -18,14 +18,26 @@ ALLOWED = ("10.2.0.0/16", "fd00::/8", "192.168.0.1", "*.prefill.svc", "Prefill-0
 
 
 @pytest.mark.parametrize(
-    "host", ["10.2.3.4", "[fd00::1]", "192.168.0.1", "a.prefill.svc", "A.B.PREFILL.svc", "prefill-0"]
+    "host",
+    ["10.2.3.4", "[fd00::1]", "192.168.0.1", "a.prefill.svc", "A.B.PREFILL.svc", "prefill-0", "10.2.3.4,[fd00::1]"],
 )
 def test_hosts_that_are_allowed(host: str) -> None:
     assert host_denial(f"tcp://{host}:1", ALLOWED) == ""
 
 
 @pytest.mark.parametrize(
-    "host", ["10.3.0.1", "[::ffff:10.2.3.4]", "192.168.0.2", "prefill.svc", "a.prefill.svc.evil", "10.2", "167903236"]
+    "host",
+    [
+        "10.3.0.1",
+        "[::ffff:10.2.3.4]",
+        "192.168.0.2",
+        "prefill.svc",
+        "a.prefill.svc.evil",
+        "10.2",
+        "167903236",
+        "10.3.0.1,a.prefill.svc",
+        "a.prefill.svc,10.3.0.1",
+    ],
 )
 def test_hosts_that_are_not_allowed(host: str) -> None:
     assert "is not in `allowed_hosts`" in host_denial(f"tcp://{host}:1", ALLOWED)

@@ -24,15 +24,17 @@ def net(two_hosts: None) -> Iterator[TwoHosts]:
 
 
 class Pair:
-    """A prefill rank on host A that advertises a name with two addresses, and a decode rank on host B."""
+    """A prefill rank on host A that advertises both addresses, and a decode rank on host B."""
 
-    def __init__(self, net: TwoHosts, logs: Path) -> None:
+    def __init__(self, net: TwoHosts, logs: Path, advertise: str) -> None:
         self._net, self._logs = net, logs
         self._registry = f"tcp://{net.b.address}:{REGISTRY_PORT}"
         self._stack = ExitStack()
         self._start("b", Settings(role="registry", bind=self._registry))
         bind = f"tcp://*:{CONTROL_PORT}"
-        self.prefill = self._start("a", Settings(role="prefill", bind=bind, advertise=RAILS, registry=self._registry))
+        self.prefill = self._start(
+            "a", Settings(role="prefill", bind=bind, advertise=advertise, registry=self._registry)
+        )
         self.decode = self._start("b", Settings(role="decode", registry=self._registry))
 
     def _start(self, side: str, settings: Settings) -> Process:
@@ -52,11 +54,13 @@ class Pair:
         self._stack.close()
 
 
+@pytest.mark.parametrize("is_name", [False, True])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_address_that_can_be_reached_is_used(net: TwoHosts, tmp_path: Path, is_cut: bool) -> None:
+def test_the_address_that_can_be_reached_is_used(net: TwoHosts, tmp_path: Path, is_cut: bool, is_name: bool) -> None:
+    own, rail = net.a.address, f"{net.a.address[:-1]}3"
     if is_cut:
         net.cut_rail()
-    with closing(Pair(net, tmp_path)) as pair:
+    with closing(Pair(net, tmp_path, RAILS if is_name else f"{rail},{own}")) as pair:
         assert pair.hand_over(1) == lines.SUCCESS
         connected = net.b.namespace.run("ss", "-Htn", "state", "established", "dport", f":{CONTROL_PORT}").split()
-        assert f"{net.a.address if is_cut else net.a.address[:-1] + '3'}:{CONTROL_PORT}" in connected
+        assert f"{own if is_cut else rail}:{CONTROL_PORT}" in connected

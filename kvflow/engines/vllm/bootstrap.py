@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvflow import ConfigError
+from kvflow.addresses import split_hosts
 from kvflow.blocking import LoopThread
 
 __all__ = ["serve_query"]
@@ -52,7 +53,7 @@ def serve_query(host: str, port: int, endpoint: str, loop: LoopThread) -> Iterat
         task.add_done_callback(open_tasks.discard)
 
     async def start() -> asyncio.Server:
-        return await asyncio.start_server(connected, host, port, limit=MAX_HEAD_BYTES)
+        return await asyncio.start_server(connected, split_hosts(host), port, limit=MAX_HEAD_BYTES)
 
     async def stop(server: asyncio.Server) -> None:
         server.close()

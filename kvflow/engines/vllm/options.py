@@ -27,7 +27,7 @@ class Options(AdapterSettings, frozen=True, forbid_unknown_fields=True):
     """Options of the connector. By default, kvflow's threads use the CPUs of the process that started the worker.
 
     Attributes:
-        host: Address at which decode servers reach this one.
+        host: Address at which decode servers reach this one, or several, as in `kvflow.PrefillConfig.advertise`.
         port: Port of the first prefill worker; the others, and the first if this is 0, use a free one of `ports`.
         mooncake_port: Port at which routers of the MooncakeConnector's dialect ask, like its
             `VLLM_MOONCAKE_BOOTSTRAP_PORT`. Set `port`, too: routers ask once, so a restarted server must have the same

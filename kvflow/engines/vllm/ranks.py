@@ -141,8 +141,13 @@ def _prefill_config(options: Options, place: Place, first: str | None = None, po
     registry = options.registry
     if first is not None and not (registry or "").startswith(SCHEME):
         registry = first  # other directories list only the first worker
-    bind = options.bind_to(options.host, port)
-    return kvflow.PrefillConfig(bind=bind, registry=registry, **_common_settings(options, place))
+    has_several = "," in options.host
+    return kvflow.PrefillConfig(
+        bind=options.bind_to("*" if has_several else options.host, port),
+        advertise=options.host if has_several else None,
+        registry=registry,
+        **_common_settings(options, place),
+    )
 
 
 def _decode_config(options: Options, place: Place) -> kvflow.DecodeConfig:

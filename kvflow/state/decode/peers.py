@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import NamedTuple, TypeVar
 
-from kvflow.addresses import has_name, join_address, split_address
+from kvflow.addresses import has_one_host, join_address, split_address
 from kvflow.state.decode.deadlines import DecodeTimer, PeerForgotten, PingDue, ProbeDue, QueuePairsGone
 from kvflow.state.decode.instances import Instance
 from kvflow.state.decode.windows import StagingWindows
@@ -161,9 +161,9 @@ class PrefillPeers:
     def _place(self, peer: PeerId, endpoint: str) -> str:
         """Return the address of a rank with the IP address of its host; empty if that is not known.
 
-        A name may lead to another host later, which says nothing about the process on this one.
+        A name may lead to another host later, and an address may have several hosts; what those say proves nothing.
         """
-        if not endpoint or not has_name(endpoint):
+        if not endpoint or has_one_host(endpoint):
             return endpoint
         if peer not in self._hosts or self._open.get(peer) != endpoint:
             return ""
