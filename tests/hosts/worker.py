@@ -1,7 +1,8 @@
 """A worker on a host: `python -m tests.hosts.worker '{"role": "decode", ...}'`.
 
 It plays the engine: it serves requests as they come, allocates their pages from a pool that can run full, checks
-everything that arrives, and keeps pages until kvflow reports them safe. It reads `lines.Command` from its standard
+everything that arrives, and keeps pages until kvflow reports them safe. If the instance has several ranks, all are in
+this process, and each has some of the heads of the same pages. It reads `lines.Command` from its standard
 input until that is closed, and writes `lines.Report` to its standard output.
 """
 
@@ -13,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -30,6 +31,9 @@ from tests.hosts.pool import NUM_REGIONS, NUM_TOKENS, PAGE_BYTES, PAGES_PER_LANE
 __all__ = ["PREFILL", "Settings"]
 
 PREFILL: Final = "prefill"
+
+NUM_HEADS: Final = 2
+HEAD_BYTES: Final = TOKEN_BYTES // NUM_HEADS
 
 WATCH_S: Final = 0.02
 """Interval between checks of pages that are not safe yet."""
@@ -49,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         backend: Transport (ranks).
         backend_options: Options of the transport.
         keys: Directory with the keys of the process; without one, it has none.
+        num_ranks: Ranks of the instance, at most `NUM_HEADS`; only the first has the address `bind`.
         page_tokens: Tokens of the pages that kvflow is told of, at most those of a page of the pool.
         num_lanes: Number of rooms that the pool has pages for.
         compute_s: How long prefill computes the second half of a room.
@@ -68,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "nixl"
     backend_options: dict[str, Any] = {}
     keys: str = ""
+    num_ranks: int = 1
     page_tokens: int = TOKENS_PER_PAGE
     num_lanes: int = 64
     compute_s: float = 0.2
@@ -92,18 +98,20 @@ Transfer = kvflow.RoomSender | kvflow.RoomReceiver
 
 @dataclass(eq=False)
 class Held:
-    """Pages of an ended transfer that kvflow has not reported safe.
+    """Pages of a room that has ended and that kvflow has not reported safe.
 
     Attributes:
+        transfers: Those of the room, one for each rank.
         sample: Words of the pages at the last check.
         memory: State that kvflow reported at the last check.
     """
 
-    transfer: Transfer
+    room: int
+    transfers: Sequence[Transfer]
     lane: int
     failed_at: float
     sample: NDArray[np.uint64]
-    memory: str
+    memory: kvflow.Memory
 
 
 class Worker(Generic[AnyRank]):
@@ -111,13 +119,13 @@ class Worker(Generic[AnyRank]):
 
     Args:
         settings: Role and options.
-        rank: An open rank over `pool`.
-        pool: KV pool of the rank.
+        ranks: Open ranks over `pool`.
+        pool: KV pool of the ranks.
     """
 
-    def __init__(self, settings: Settings, rank: AnyRank, pool: LanePool) -> None:
+    def __init__(self, settings: Settings, ranks: Sequence[AnyRank], pool: LanePool) -> None:
         self._settings = settings
-        self._rank: AnyRank = rank
+        self._ranks: Sequence[AnyRank] = ranks
         self._pool = pool
         self._put_free, self._take_free = anyio.create_memory_object_stream[int](pool.num_lanes)
         for lane in range(pool.num_lanes):
@@ -143,15 +151,17 @@ class Worker(Generic[AnyRank]):
 
     @property
     def num_quarantined_pages(self) -> int:
-        """Pages that the rank reports in quarantine."""
-        return PAGES_PER_LANE * len(self._rank.quarantined())
+        """Pages that the ranks report in quarantine."""
+        return PAGES_PER_LANE * sum(len(rank.quarantined()) for rank in self._ranks)
 
     async def _serve(self, room: int) -> None:
         raise NotImplementedError
 
     async def _drain(self, timeout_s: float) -> None:
-        is_settled = await self._rank.drain(timeout_s)
-        tell(lines.Drained(now(), is_settled, self.num_quarantined_pages))
+        for rank in self._ranks:  # at once, so that a room is refused by all or by none
+            rank.start_drain()
+        are_settled = [await rank.drain(timeout_s) for rank in self._ranks]
+        tell(lines.Drained(now(), all(are_settled), self.num_quarantined_pages))
 
     def _pages_of(self, lane: int) -> list[int]:
         """Return the pages of a lane as kvflow counts them: each page of the pool may be several."""
@@ -170,10 +180,9 @@ class Worker(Generic[AnyRank]):
         self._ended[reason] += 1
         tell(lines.Ended(now(), room, reason))
 
-    def _hold(self, transfer: Transfer, lane: int) -> None:
+    def _hold(self, room: int, transfers: Sequence[Transfer], lane: int) -> None:
         """Keep pages until kvflow reports them safe, and watch them for writes."""
-        memory = transfer.memory.value
-        self._held[lane] = Held(transfer, lane, now(), self._pool.sample(lane), memory)
+        self._held[lane] = Held(room, transfers, lane, now(), self._pool.sample(lane), memory_of(transfers))
 
     def _free(self, lane: int) -> None:
         self._held.pop(lane, None)
@@ -190,9 +199,9 @@ class Worker(Generic[AnyRank]):
         sample = self._pool.sample(held.lane)
         if not np.array_equal(sample, held.sample):
             held.sample = sample
-            tell(lines.Landed(now(), held.transfer.room, held.failed_at, held.memory))
-        held.memory = held.transfer.memory.value
-        if held.transfer.memory is kvflow.Memory.SAFE:
+            tell(lines.Landed(now(), held.room, held.failed_at, held.memory.value))
+        held.memory = memory_of(held.transfers)
+        if held.memory is kvflow.Memory.SAFE:
             self._free(held.lane)
 
     async def _count(self) -> None:
@@ -215,17 +224,21 @@ class PrefillWorker(Worker[kvflow.PrefillRank]):
         lane = await self._take_lane(room)
         self._pool.fill(lane, room)
         pages, half = self._pages_of(lane), NUM_TOKENS // 2
-        sender = self._rank.send(room)
+        senders = [rank.send(room) for rank in self._ranks]
         reason = lines.SUCCESS
         try:
-            async with sender:
-                await sender.chunk((0, half), {"kv": pages[: len(pages) // 2]})
+            async with contextlib.AsyncExitStack() as stack:
+                for sender in senders:
+                    await stack.enter_async_context(sender)
+                for sender in senders:
+                    await sender.chunk((0, half), {"kv": pages[: len(pages) // 2]})
                 await anyio.sleep(self._settings.compute_s)
-                await sender.finish((half, NUM_TOKENS), {"kv": pages[len(pages) // 2 :]}, metadata=b"%d" % room)
+                for sender in senders:
+                    await sender.finish((half, NUM_TOKENS), {"kv": pages[len(pages) // 2 :]}, metadata=b"%d" % room)
         except kvflow.KvflowError as error:
             reason = reason_of(error)
         self._end(room, reason)
-        self._hold(sender, lane)
+        self._hold(room, senders, lane)
         self._look_at(self._held[lane])
 
 
@@ -240,35 +253,39 @@ class DecodeWorker(Worker[kvflow.DecodeRank]):
             self._end(room, "no_pages")
             await self._decline(room)
             return
-        pages = {"kv": self._pages_of(lane)}
-        began = now()
-        receiver = self._rank.receive(room, prefill=self._settings.server_of(room), tokens=(0, NUM_TOKENS), pages=pages)
-        is_complete = False
+        pages, prefill, began = {"kv": self._pages_of(lane)}, self._settings.server_of(room), now()
+        receivers = [rank.receive(room, prefill=prefill, tokens=(0, NUM_TOKENS), pages=pages) for rank in self._ranks]
+        is_complete = None
         try:
-            async with receiver:
-                is_complete = await self._receive(receiver, room, lane, began)
-        except kvflow.KvflowError as error:  # the receive was refused
-            self._end(room, reason_of(error))
-            self._hold(receiver, lane)
+            async with contextlib.AsyncExitStack() as stack:
+                for receiver in receivers:
+                    await stack.enter_async_context(receiver)
+                is_complete = await self._receive(receivers, room, lane, began)
+        except kvflow.KvflowError as error:
+            if is_complete is None:  # the receive was refused; otherwise another rank has failed, too
+                self._end(room, reason_of(error))
+                self._hold(room, receivers, lane)
         if is_complete:
             await self._use(room, lane)
 
     async def _decline(self, room: int) -> None:
         """Receive an empty range of an abandoned room, which lets prefill free its pages."""
         nothing, prefill = (NUM_TOKENS, NUM_TOKENS), self._settings.server_of(room)
-        with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
-            async with self._rank.receive(room, prefill=prefill, tokens=nothing, pages={"kv": []}):
-                pass
+        for rank in self._ranks:
+            with contextlib.suppress(kvflow.KvflowError):  # prefill may have failed it, too
+                async with rank.receive(room, prefill=prefill, tokens=nothing, pages={"kv": []}):
+                    pass
 
-    async def _receive(self, receiver: kvflow.RoomReceiver, room: int, lane: int, began: float) -> bool:
+    async def _receive(self, receivers: Sequence[kvflow.RoomReceiver], room: int, lane: int, began: float) -> bool:
         try:
-            handover = await receiver.done()
+            handovers = [await receiver.done() for receiver in receivers]
         except kvflow.TransferFailed as error:
             self._end(room, reason_of(error))
-            self._hold(receiver, lane)
+            self._hold(room, receivers, lane)
             return False
-        took_s, breakdown = now() - began, handover.breakdown
-        is_right = self._pool.holds(lane, room) and handover.metadata == b"%d" % room
+        took_s, breakdown = now() - began, handovers[0].breakdown
+        metadata = {handover.metadata for handover in handovers}
+        is_right = self._pool.holds(lane, room) and metadata == {b"%d" % room}
         reason = lines.SUCCESS if is_right else lines.WRONG_PAGES
         self._ended[reason] += 1
         parts, error_s = ({}, 0.0) if breakdown is None else (breakdown.parts, breakdown.clock_error_s)
@@ -288,22 +305,29 @@ def reason_of(error: kvflow.KvflowError) -> str:
     return error.reason.value if isinstance(error, kvflow.TransferFailed) else type(error).__name__
 
 
-def layout_of(pool: LanePool, page_tokens: int = TOKENS_PER_PAGE) -> KVLayout:
-    """Describe the memory to kvflow: K and V of each layer, one head."""
+def memory_of(transfers: Sequence[Transfer]) -> kvflow.Memory:
+    """Return the state of the pages of a room: safe only if they are safe for every rank."""
+    states = [transfer.memory for transfer in transfers]
+    return next((state for state in states if state is not kvflow.Memory.SAFE), kvflow.Memory.SAFE)
+
+
+def layout_of(pool: LanePool, page_tokens: int = TOKENS_PER_PAGE, rank: int = 0, num_ranks: int = 1) -> KVLayout:
+    """Describe the memory of a rank to kvflow: K and V of each layer, the heads of the rank, which lie interleaved."""
+    first, end = kvflow.head_range(NUM_HEADS, num_ranks, rank)
     base, region_bytes = int(pool.memory.ctypes.data), pool.num_pages * PAGE_BYTES
     page_bytes = page_tokens * TOKEN_BYTES
     regions = tuple(
         Region(
             tensor="kv"[number % 2],
             layer=number // 2,
-            address=base + number * region_bytes,
+            address=base + number * region_bytes + first * HEAD_BYTES,
             slots=region_bytes // page_bytes,
             slot_stride=page_bytes,
             tokens_per_slot=page_tokens,
             token_stride=TOKEN_BYTES,
-            heads=(0, 1),
-            head_stride=TOKEN_BYTES,
-            head_bytes=TOKEN_BYTES,
+            heads=(first, end),
+            head_stride=HEAD_BYTES,
+            head_bytes=HEAD_BYTES,
             dtype="bfloat16",
         )
         for number in range(NUM_REGIONS)
@@ -354,36 +378,45 @@ async def warm_up(settings: Settings) -> None:
         pass
 
 
+def common_of(settings: Settings, number: int) -> dict[str, Any]:
+    """Return what the configuration of a rank has on both sides."""
+    return {
+        "engine_rank": number,
+        "num_ranks": settings.num_ranks,
+        "registry": settings.registry,
+        "backend": settings.backend,
+        "backend_options": settings.backend_options,
+        "trust": settings.trust,
+    }
+
+
 async def run_prefill(settings: Settings) -> None:
-    pool = LanePool(settings.num_lanes)
-    config = kvflow.PrefillConfig(
-        instance=settings.instance,
-        registry=settings.registry,
-        backend=settings.backend,
-        backend_options=settings.backend_options,
-        trust=settings.trust,
-        bind=settings.bind,
-        advertise=settings.advertise,
-    )
-    async with kvflow.PrefillRank(config, layout_of(pool, settings.page_tokens)) as rank:
+    pool, num_ranks = LanePool(settings.num_lanes), settings.num_ranks
+    async with contextlib.AsyncExitStack() as stack:
+        ranks = []
+        for number in range(num_ranks):
+            bind = settings.bind if number == 0 else f"{settings.bind.rpartition(':')[0]}:0"
+            config = kvflow.PrefillConfig(
+                instance=settings.instance, bind=bind, advertise=settings.advertise, **common_of(settings, number)
+            )
+            layout = layout_of(pool, settings.page_tokens, number, num_ranks)
+            ranks.append(await stack.enter_async_context(kvflow.PrefillRank(config, layout)))
         tell(lines.Opened(now(), kvflow.__file__))
-        worker = PrefillWorker(settings, rank, pool)
+        worker = PrefillWorker(settings, ranks, pool)
         await worker.run()
     tell(lines.Closed(now(), worker.num_quarantined_pages))
 
 
 async def run_decode(settings: Settings) -> None:
-    pool = LanePool(settings.num_lanes)
-    config = kvflow.DecodeConfig(
-        instance=settings.decode,
-        registry=settings.registry,
-        backend=settings.backend,
-        backend_options=settings.backend_options,
-        trust=settings.trust,
-    )
-    async with kvflow.DecodeRank(config, layout_of(pool, settings.page_tokens)) as rank:
+    pool, num_ranks = LanePool(settings.num_lanes), settings.num_ranks
+    async with contextlib.AsyncExitStack() as stack:
+        ranks = []
+        for number in range(num_ranks):
+            config = kvflow.DecodeConfig(instance=settings.decode, **common_of(settings, number))
+            layout = layout_of(pool, settings.page_tokens, number, num_ranks)
+            ranks.append(await stack.enter_async_context(kvflow.DecodeRank(config, layout)))
         tell(lines.Opened(now(), kvflow.__file__))
-        worker = DecodeWorker(settings, rank, pool)
+        worker = DecodeWorker(settings, ranks, pool)
         await worker.run()
     tell(lines.Closed(now(), worker.num_quarantined_pages))
 

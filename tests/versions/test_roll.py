@@ -52,8 +52,9 @@ def make_all_keys(place: Path, *versions: Version) -> Keys:
 
 
 def variant_of(version: Version, name: str, keys: Keys) -> Variant:
-    """Return what a process has; newer ones have smaller pages, and other keys."""
-    changes: dict[str, Any] = {"page_tokens": 8 if version is NEWER else 16}
+    """Return what a process has; newer ones have smaller pages, another number of ranks, and other keys."""
+    is_newer, is_prefill = version is NEWER, name in PREFILL
+    changes: dict[str, Any] = {"page_tokens": 8 if is_newer else 16, "num_ranks": 2 if is_newer is is_prefill else 1}
     if keys:
         changes["keys"] = keys[version.name, name]
     return Variant(version.environment, changes)
