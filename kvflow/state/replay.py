@@ -101,7 +101,7 @@ def read_recording(file: BinaryIO) -> Recording:
     """Read a recording.
 
     Raises:
-        ConfigError: The file is not a recording, has another format, or is damaged.
+        ConfigError: The file is not a recording, has another format, is damaged, or is newer than this version.
     """
     frames = _frames(file)
     try:
@@ -109,13 +109,16 @@ def read_recording(file: BinaryIO) -> Recording:
     except (StopIteration, msgspec.DecodeError) as error:
         raise ConfigError("file is not a recording") from error
     if header.format != FORMAT:
-        raise ConfigError("recording has a different format", format=header.format, spoken=FORMAT)
+        known = {"format": header.format, "spoken": FORMAT, "written_by": header.version}
+        raise ConfigError("recording has a different format", **known)
     try:
         num_lasting = header.lasting or 0
-        moments = [_moment(number, data) for number, data in enumerate(frames, header.first - num_lasting)]
+        numbered = enumerate(frames, header.first - num_lasting)
+        moments = [_moment(number, data, header.version) for number, data in numbered]
         return Recording(header, moments[num_lasting:], moments[:num_lasting])
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError("recording is damaged", detail=str(error)) from error
+        text = "recording is damaged, or newer than this version"
+        raise ConfigError(text, written_by=header.version, detail=str(error)) from error
 
 
 class FreshCore:
@@ -180,8 +183,10 @@ def replay(recording: Recording) -> Replay:
     return Replay(header.role, header.me, num_events, num_effects, None)
 
 
-def _moment(number: int, data: bytes) -> Moment:
+def _moment(number: int, data: bytes, version: str) -> Moment:
     entry = msgspec.msgpack.decode(data, type=Entry)
+    if entry.kind not in EVENT_TYPES:
+        raise ConfigError("recording contains an event of an unknown kind", kind=entry.kind, written_by=version)
     effects = [(name, msgspec.msgpack.decode(effect)) for name, effect in entry.effects]
     return Moment(number, entry.now, _event(entry.kind, entry.event), effects, entry.error)
 
@@ -191,8 +196,6 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
 
 def _event(kind: str, data: msgspec.Raw) -> Event:
     if kind not in _decoders:
-        if kind not in EVENT_TYPES:
-            raise ConfigError("recording contains an event of an unknown kind", kind=kind)
         _decoders[kind] = msgspec.msgpack.Decoder(EVENT_TYPES[kind], dec_hook=_dec_hook)
     event: Event = _decoders[kind].decode(data)
     return event

@@ -330,7 +330,9 @@ def test_command_refuses_a_damaged_recording(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["incident", str(rewritten(recordings / "decode", tmp_path, number, entry))]) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    assert f"written_by='{kvflow.__version__}'" in told
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no recording at all", b"\x01\0\0\0\xc1"])

@@ -1,7 +1,8 @@
 """A registry or a rank in a process of its own: `python -m tests.versions.rank_process OPTIONS`, run with any version.
 
 So it uses only public names that both versions have. Orders: `send` a room, give a `ticket` of one, `receive` one by
-name or ticket, `account` for what is left. A room has a number; if it `is_text`, its ID is a string.
+name or ticket, report when another rank has `asked` for one that is not open, `account` for what is left. A room has a
+number; if it `is_text`, its ID is a string.
 """
 
 import sys
@@ -34,9 +35,14 @@ TIMEOUTS: Final = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drai
 
 
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process has: "registry", or "prefill" or "decode", its address, keys, and the shape of its pool."""
+    """What the process has: "registry", or "prefill" or "decode", its address, keys, and the shape of its pool.
+
+    With a directory `admin`, commands find it there, and it keeps files about incidents there.
+    """
 
     role: str
+    backend: str = "nixl"
+    admin: str = ""
     registry: str | None = None
     keys: str | None = None
     rank: int = 0
@@ -55,7 +61,9 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
             "engine_rank": self.rank,
             "num_ranks": self.num_ranks,
             "registry": self.registry,
-            "backend": "nixl",
+            "backend": self.backend,
+            "admin": self.admin or False,
+            "black_box": self.admin or False,
             "trust": self.trust,
             "timeouts": TIMEOUTS,
         }
@@ -142,6 +150,9 @@ async def serve(rank: Any, memory: Memory, line: Line, tasks: TaskGroup) -> None
                 tasks.start_soon(receive, rank, memory, order, line)
             case "ticket":
                 line.report("ticket", room=order["room"], ticket=rank.ticket(name_of(order)))
+            case "asked":
+                await until(lambda: rank.statistics().waiting_grants)
+                line.report("asked")
             case "account":
                 await until(lambda: not rank.statistics().rooms)  # the last message of a room may be in flight
                 statistics = rank.statistics()

@@ -72,9 +72,9 @@ class Ranks:
 
 @asynccontextmanager
 async def open_ranks(
-    registry: Version, prefill: Version, decode: Version, *, tp: int = 1, page_size: int = 4, keys: Path | None = None
+    registry: Version, prefill: Version, decode: Version, *, tp: int = 1, keys: Path | None = None, **settings: Any
 ) -> AsyncIterator[Ranks]:
-    """Start a registry, `tp` prefill ranks whose pages have `page_size` tokens, and a decode rank with pages of 4."""
+    """Start a registry, `tp` prefill ranks, and a decode rank, with further settings; only prefill has `page_size`."""
     of = {role: None if keys is None else str(keys / role) for role in ROLES}
     async with open_tasks() as tasks, AsyncExitStack() as stack:
 
@@ -91,9 +91,9 @@ async def open_ranks(
 
         place = await start(registry, RankOptions(role="registry", keys=of["registry"]))
         at = await wait_until_ready(place, registry)
-        options = RankOptions(role="prefill", registry=at, keys=of["prefill"], num_ranks=tp, page_size=page_size)
+        options = RankOptions(role="prefill", registry=at, keys=of["prefill"], num_ranks=tp, **settings)
         sources = [await start(prefill, replace(options, rank=rank)) for rank in range(tp)]
-        target = await start(decode, RankOptions(role="decode", registry=at, keys=of["decode"]))
+        target = await start(decode, replace(options, role="decode", keys=of["decode"], num_ranks=1, page_size=4))
         for child in sources:
             await wait_until_ready(child, prefill)
         await wait_until_ready(target, decode)

@@ -1,4 +1,4 @@
-"""Transfers between the older version and this one, in either direction, over real processes and NIXL."""
+"""Transfers between the older version and this one, in either direction, over real processes and transports."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -56,9 +56,12 @@ async def test_pages_arrive_by_name_and_by_ticket(
 
 
 @ORDERS
-async def test_pages_arrive_from_two_ranks_with_pages_of_another_size(older: Version, is_prefill_newer: bool) -> None:
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+async def test_pages_arrive_from_two_ranks_with_pages_of_another_size(
+    older: Version, is_prefill_newer: bool, backend: str
+) -> None:
     prefill, decode = in_order(older, is_prefill_newer)
-    async with open_ranks(older, prefill, decode, tp=2, page_size=8) as ranks:
+    async with open_ranks(older, prefill, decode, tp=2, page_size=8, backend=backend) as ranks:
         for room in range(4):
             check_received(await ranks.hand_over(room, by_ticket=room % 2 == 1))
         await check_nothing_is_left(ranks)
