@@ -25,7 +25,7 @@ MAX_REPLACED: Final = 7
 """Limit on replaced engines in use. An engine stays until the last peer that was connected through it has left."""
 
 MAX_DEPARTED: Final = 32
-"""Peers that have departed from an engine before it is replaced; until then, each costs four open file descriptors."""
+"""Peers that have departed from an engine before it is replaced; until then, each costs up to four descriptors."""
 
 REPLACEMENTS: Final = Budget(8, 1 / 15)
 """Engines replaced because of a principal: destroying one holds the GIL for a second."""
