@@ -67,14 +67,18 @@ async def end_more(fleet: Fleet) -> None:
     assert not fleet.violations
 
 
-@pytest.mark.parametrize("has_keys", [False, True], ids=["plain", "other keys"])
+@pytest.mark.parametrize(
+    ("backend", "has_keys"),
+    [("nixl", False), ("nixl", True), ("mooncake", False)],
+    ids=["plain", "other keys", "mooncake"],
+)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 async def test_every_request_is_answered_while_processes_get_newer(
-    older: Version, order: Sequence[str], has_keys: bool, tmp_path: Path
+    older: Version, order: Sequence[str], backend: str, has_keys: bool, tmp_path: Path
 ) -> None:
     keys = make_all_keys(tmp_path, older, NEWER) if has_keys else {}
     at, over = f"tcp://127.0.0.1:{unused_port()}", anyio.Event()
-    async with open_fleet(at, 2, 2, variants=lambda name: variant_of(older, name, keys)) as fleet:
+    async with open_fleet(at, 2, 2, backend, variants=lambda name: variant_of(older, name, keys)) as fleet:
         assert set(fleet.libraries().values()) == {older.library}
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fleet.load, AT_ONCE, over, random.Random(1))  # noqa: S311 - repeatable
