@@ -107,11 +107,11 @@ class RankAnswers:
                 record = self._find(name)
                 self._rank.release(record, because=because)
                 return msg.ReleaseAnswer(room=record.room)
-            case msg.DrainRequest(announce=announce):
-                if announce:
-                    self._rank.announce_drain()
-                else:
+            case msg.AnnounceDrainRequest() | msg.DrainRequest():
+                if isinstance(request, msg.DrainRequest):
                     self._rank.start_drain()
+                else:
+                    self._rank.announce_drain()
                 return msg.DrainAnswer(is_drained=self._rank.is_drained, num_unsettled=self._transfers.num_unsettled)
             case msg.IncidentRequest():
                 found = self._transfers.quarantined(MAX_LISTED)

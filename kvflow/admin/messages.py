@@ -1,7 +1,7 @@
 """Requests to a rank, and its answers, as JSON.
 
 Each request has `v`, the version of the format, and `ask`. Fields that this version does not know are ignored, so a
-newer version may add some; what changes the meaning of others is a new version.
+newer version may add some; what changes the meaning of others is a new version, or another `ask`, which is refused.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -15,6 +15,7 @@ __all__ = [
     "MAX_ANSWER_BYTES",
     "MAX_REQUEST_BYTES",
     "MAX_ROWS",
+    "AnnounceDrainRequest",
     "DrainAnswer",
     "DrainRequest",
     "ErrorAnswer",
@@ -81,10 +82,12 @@ class ReleaseRequest(RequestBase, frozen=True, tag="release"):
     because: Because
 
 
-class DrainRequest(RequestBase, frozen=True, tag="drain"):
-    """Refuse new rooms, and let open ones finish; with `announce`, only be not ready any more, see `announce_drain`."""
+class AnnounceDrainRequest(RequestBase, frozen=True, tag="announce_drain"):
+    """Do not be ready any more, but accept new rooms, see `announce_drain`."""
 
-    announce: bool = False
+
+class DrainRequest(RequestBase, frozen=True, tag="drain"):
+    """Refuse new rooms, and let open ones finish."""
 
 
 class IncidentRequest(RequestBase, frozen=True, tag="incident"):
@@ -92,7 +95,14 @@ class IncidentRequest(RequestBase, frozen=True, tag="incident"):
 
 
 Request = (
-    StatusRequest | HealthRequest | RoomsRequest | QuarantineRequest | ReleaseRequest | DrainRequest | IncidentRequest
+    StatusRequest
+    | HealthRequest
+    | RoomsRequest
+    | QuarantineRequest
+    | ReleaseRequest
+    | AnnounceDrainRequest
+    | DrainRequest
+    | IncidentRequest
 )
 
 
@@ -239,7 +249,7 @@ class ReleaseAnswer(AnswerBase, frozen=True):
 
 
 class DrainAnswer(AnswerBase, frozen=True):
-    """Answers `DrainRequest`: whether everything has finished, and if not, how many transfers have not."""
+    """Answers both requests for a drain: whether everything has finished, and if not, how many transfers have not."""
 
     is_drained: bool
     num_unsettled: int

@@ -2,9 +2,9 @@
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvflow.cli.asking import add_rank_options, ask_ranks, find_ranks, print_problems
+from kvflow.cli.asking import AskedRank, add_rank_options, ask_ranks, find_ranks, print_problems
 from kvflow.errors import ConfigError
 
 __all__ = ["add_arguments", "prepare"]
@@ -38,9 +38,7 @@ def _drain(arguments: argparse.Namespace) -> int:
     if not arguments.all and all(which is None for which in chosen):
         raise ConfigError("select ranks with --instance, --rank, --pid or --socket, or say --all")
     found = find_ranks(arguments)
-    if arguments.notice > 0:
-        ask_ranks(found, DrainRequest(announce=True), DrainAnswer, arguments.timeout)  # problems show below, too
-        time.sleep(arguments.notice)
+    unannounced = _announce(found, arguments) if arguments.notice > 0 else []
     ends_at = time.monotonic() + arguments.wait
     while True:
         asked = ask_ranks(found, DrainRequest(), DrainAnswer, arguments.timeout)
@@ -53,6 +51,20 @@ def _drain(arguments: argparse.Namespace) -> int:
         if not isinstance(answer, str):
             left = "has finished" if answer.is_drained else f"is draining; open transfers: {answer.num_unsettled}"
             print(f"{name} {left}")
-    problems = [(name, answer) for name, answer in answers if isinstance(answer, str)]
+    problems = [*unannounced, *((name, answer) for name, answer in answers if isinstance(answer, str))]
     print_problems(problems)
     return EXIT_NOT_DRAINED if problems or (arguments.wait and not is_over) else 0
+
+
+def _announce(found: Sequence[AskedRank], arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Announce the drain, and wait; return the ranks that have not announced it, as older ones cannot, and why."""
+    from kvflow.admin.messages import AnnounceDrainRequest, DrainAnswer  # noqa: PLC0415 - as above
+
+    answers = [
+        (one.name, answer)
+        for one, _, answer in ask_ranks(found, AnnounceDrainRequest(), DrainAnswer, arguments.timeout)
+    ]
+    refusals = [(name, f"the drain was not announced: {answer}") for name, answer in answers if isinstance(answer, str)]
+    if len(refusals) < len(answers):
+        time.sleep(arguments.notice)
+    return refusals

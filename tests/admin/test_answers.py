@@ -144,7 +144,7 @@ async def test_drain_refuses_new_rooms_and_tells_when_it_is_done(tmp_path: Path)
 async def test_a_rank_that_announces_a_drain_is_not_ready_and_accepts_new_rooms(tmp_path: Path) -> None:
     async with deploy(**settings_in(tmp_path)) as deployment:
         socket, _ = sockets_in(tmp_path)
-        assert await told(socket, ask="drain", announce=True) == {"v": 1, "is_drained": False, "num_unsettled": 0}
+        assert await told(socket, ask="announce_drain") == {"v": 1, "is_drained": False, "num_unsettled": 0}
         await deployment.request(1, 8).hand_over()
         health = (await told(socket, ask="health"))["health"]
         assert health == {"transfer": "degraded", "reason": "the rank is about to drain", "live": True, "ready": False}

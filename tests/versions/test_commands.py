@@ -80,6 +80,10 @@ async def test_commands_ask_ranks_of_the_other_version(older: Version, is_comman
         await check_release(commands, ranks)
         await ranks.receive(1, ticket, is_text=True)
         assert (await ranks.decode.expect("received", 1))["why"] == ""
+        if is_command_newer:
+            noticed = await commands.run("drain", "--all", "--notice", 0.01, pid=ranks.prefill[0].pid)
+            assert noticed.code == 1
+            assert "prefill/0: the drain was not announced: " in noticed.err
         drained = await commands.run("drain", "--all", "--wait", 30)
         assert drained == (0, "decode/0 has finished\nprefill/0 has finished\n", "")
         ready = await commands.run("health", "--ready")
