@@ -381,28 +381,6 @@ async def test_what_has_ended_is_told_before_a_breakdown(monkeypatch: pytest.Mon
         await close_soon(source)
 
 
-PORTS = """
-import anyio
-from kvflow.backends.sockets import listening_ports
-from tests.backends.endpoints import open_endpoints
-
-async def main():
-    async with open_endpoints("nixl"):
-        print(*listening_ports())
-
-anyio.run(main)
-"""
-
-
-async def test_the_ports_of_tcp_can_be_chosen() -> None:
-    """Network policies can then open only those; UCX takes others if it does not know the variable."""
-    environment = {**os.environ, "UCX_TCP_PORT_RANGE": "17000-17099"}
-    ended = await anyio.run_process([sys.executable, "-c", PORTS], cwd=Path(__file__).parents[2], env=environment)
-    ports = [int(port) for port in ended.stdout.split()]
-    assert ports
-    assert all(17000 <= port < 17100 for port in ports)
-
-
 HANG_UP = "import os, signal; os.kill(os.getpid(), signal.SIGHUP)"
 
 PROGRAM = """
