@@ -20,7 +20,7 @@ import msgspec
 import kvflow
 from kvflow import errors
 from kvflow.admin.client import ask, find_sockets
-from kvflow.admin.messages import DrainRequest, StatusAnswer, StatusRequest
+from kvflow.admin.messages import AnnounceDrainRequest, DrainRequest, StatusAnswer, StatusRequest
 from kvflow.cli.serve.server import Server
 from tests.fleet.openai_server import CLOSED, MODEL, ServerOptions, State, prompt_of, text_of
 from tests.support.ports import unused_port
@@ -91,13 +91,22 @@ class RoutedFleet:
         self._servers[name].kill()
 
     async def drain(self, name: str) -> None:
-        """Let the rank of a server refuse new rooms, as `kvflow drain` does."""
+        """Drain the rank of a server when the router has left it out, as `kvflow drain --notice` does."""
+        await self._tell(name, AnnounceDrainRequest())
+        await self._until_left_out(name)
+        await self._tell(name, DrainRequest())
+
+    async def _tell(self, name: str, request: AnnounceDrainRequest | DrainRequest) -> None:
         for path in find_sockets(self._place):
             status = (await anyio.to_thread.run_sync(ask, path, StatusRequest(), ASK_S)).parse(StatusAnswer)
             if not isinstance(status, str) and status.instance == name:
-                await anyio.to_thread.run_sync(ask, path, DrainRequest(), ASK_S)
+                await anyio.to_thread.run_sync(ask, path, request, ASK_S)
                 return
         raise LookupError(name)
+
+    def check_nothing_refused(self) -> None:
+        """Check that whoever joins, or leaves with notice, costs no request."""
+        assert not self.refusals
 
     async def stop(self, name: str) -> None:
         """Stop a server in an orderly way, and check that no page was left in quarantine."""
@@ -120,7 +129,7 @@ class RoutedFleet:
         for name in names:
             await self._until(name, lambda state: state.answered)
 
-    async def until_left_out(self, name: str) -> None:
+    async def _until_left_out(self, name: str) -> None:
         """Wait until the router sends a server nothing any more, and it has finished what it had."""
         while True:
             before = await self.state(name)

@@ -77,11 +77,11 @@ async def test_smg(place: Path) -> None:
             await fleet.until_used(*JOINING)
             for name in LEAVING:
                 await fleet.drain(name)
-                await fleet.until_left_out(name)
                 own = (await workers_of(client, router))[fleet.url_of(name)]
                 async with client.delete(f"{router}/workers/{own['id']}") as answer:
                     assert answer.status < 300, await answer.text()
                 await fleet.stop(name)
+            fleet.check_nothing_refused()
             await replace(fleet, *REPLACED)
 
 
@@ -92,10 +92,10 @@ async def test_vllm_router(place: Path) -> None:
         async with vllm_router(prefills, decodes, place) as router, loaded(fleet, router):
             for name in LEAVING:
                 await fleet.drain(name)
-                await fleet.until_left_out(name)
                 await fleet.stop(name)
                 await fleet.start(name)
                 await fleet.until_used(name)
+            fleet.check_nothing_refused()
             await replace(fleet, *REPLACED)
 
 
@@ -111,6 +111,6 @@ async def test_vllm_router_with_announced_servers(place: Path) -> None:
         await fleet.until_used(*JOINING)
         for name in LEAVING:
             await fleet.drain(name)
-            await fleet.until_left_out(name)
             await fleet.stop(name)
+        fleet.check_nothing_refused()
         await replace(fleet, *REPLACED)
