@@ -104,10 +104,6 @@ class RoutedFleet:
                 return
         raise LookupError(name)
 
-    def check_nothing_refused(self) -> None:
-        """Check that whoever joins, or leaves with notice, costs no request."""
-        assert not self.refusals
-
     async def stop(self, name: str) -> None:
         """Stop a server in an orderly way, and check that no page was left in quarantine."""
         await anyio.to_thread.run_sync(self._servers[name].stop)
