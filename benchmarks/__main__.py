@@ -13,6 +13,7 @@ NAMES: Final = {
     "vllm_handover": "vLLM servers with kvflow's connector and with vLLM's own: handovers, first tokens, equal texts",
     "vllm_turns": "conversations between vLLM servers: what prefill computes and receives of each turn",
     "vllm_moves": "requests that move between vLLM servers while they are answered: pause, cost, draining",
+    "vllm_replaced": "vLLM servers that are killed and replaced at the same addresses, beside vLLM's own connector",
     "sglang_transfer": "kvflow behind SGLang's interfaces, and SGLang's own NIXL backend: requests, CPU, calls",
     "hetero": "sides that keep the cache differently: direct, packed, and what is chosen",
     "scale": "cost and memory of a transfer among many, and with many peers",

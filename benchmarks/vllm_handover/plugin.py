@@ -27,6 +27,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace: File for the trace, one JSON object a line; no trace if empty.
+        has_agents: Trace also which agents of other processes NIXL is told of, and told to forget.
         wrong_page: While this file exists, kvflow's senders replace the last page of each chunk by another one; only in
             the component that the file names, if it names one.
         lost_drafts: While this file exists, the caches of a draft model are empty once decode has received a request.
@@ -37,6 +38,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     trace: str = ""
+    has_agents: bool = False
     wrong_page: str = ""
     lost_drafts: str = ""
     eases_nixl: bool = False
@@ -64,7 +66,7 @@ def activate() -> None:
     if probe.lost_drafts:
         _lose_drafts(Path(probe.lost_drafts))
     if probe.trace:
-        _note_what_happens(Path(probe.trace))
+        _note_what_happens(Path(probe.trace), has_agents=probe.has_agents)
 
 
 def _ease_nixl() -> None:
@@ -133,7 +135,7 @@ def _change_connectors(change: Callable[[Any], None]) -> None:
     factory.create_connector = create_connector
 
 
-def _note_what_happens(path: Path) -> None:
+def _note_what_happens(path: Path, *, has_agents: bool) -> None:
     file = path.open("a", buffering=1)
 
     def note(event: str, requests: list[str], **values: Any) -> None:
@@ -142,6 +144,8 @@ def _note_what_happens(path: Path) -> None:
     _note_steps(note)
     _change_connectors(functools.partial(_note_calls, note))
     _note_kvflow(note)
+    if has_agents:
+        _note_agents(note)
 
 
 Note = Callable[..., None]
@@ -214,3 +218,20 @@ def _note_kvflow(note: Note) -> None:
 
     changed: Any = BlockingReceiver
     changed.grant, changed.result = noted_grant, noted_result
+
+
+def _note_agents(note: Note) -> None:
+    """Note which agents NIXL knows; kvflow and NixlConnector use the same class, loaded here as kvflow does."""
+    agent: Any = importlib.import_module("kvflow.backends.nixl.library").load().nixl_agent
+    add, remove = agent.add_remote_agent, agent.remove_remote_agent
+
+    def add_remote_agent(self: Any, metadata: bytes) -> Any:
+        name = add(self, metadata)
+        note("agent_added", [name.decode() if isinstance(name, bytes) else name])
+        return name
+
+    def remove_remote_agent(self: Any, name: Any) -> None:
+        remove(self, name)
+        note("agent_removed", [name.decode() if isinstance(name, bytes) else name])
+
+    agent.add_remote_agent, agent.remove_remote_agent = add_remote_agent, remove_remote_agent
