@@ -31,9 +31,6 @@ NIXL: Final[Mapping[str, Any]] = {
     **{"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"},
     "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
 }
-UNBOUND: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""How four servers share few cores: vLLM would bind the workers of two servers to one core, which each would starve."""
-
 COUNTED: Final = ("prompt_tokens_total", "prefix_cache_hits_total", "external_prefix_cache_hits_total")
 BYTES: Final = ("kvflow_transfer_bytes_sum", "nixl_bytes_transferred_sum")
 FIRST_TOKEN: Final = "time_to_first_token_seconds_sum"  # noqa: S105 - no password
@@ -120,9 +117,9 @@ async def _started(has_nixl: bool) -> "AsyncIterator[list[Server]]":
 
     from benchmarks.vllm_handover.client import MODEL  # noqa: PLC0415 - as above
     from benchmarks.vllm_handover.plugin import Probe  # noqa: PLC0415 - as above
-    from benchmarks.vllm_handover.servers import ENVIRONMENT, running  # noqa: PLC0415 - as above
+    from benchmarks.vllm_handover.servers import ENVIRONMENT, UNBOUND, running  # noqa: PLC0415 - as above
     from kvflow.cli.serve.server import Server  # noqa: PLC0415 - as above
-    from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, pair, vllm_server  # noqa: PLC0415 - as above
+    from kvflow.cli.serve.vllm import pair, vllm_server  # noqa: PLC0415 - as above
     from kvflow.cli.smollm2 import prepare_smollm2  # noqa: PLC0415 - as above
 
     place, servers = Path(tempfile.mkdtemp(prefix="kvflow-turns-")), list[Server]()
@@ -138,7 +135,7 @@ async def _started(has_nixl: bool) -> "AsyncIterator[list[Server]]":
             connector = one.connector if way == "kvflow" else NIXL
             environment = {**one.environment, **ENVIRONMENT}
             if has_nixl:
-                environment |= {**CPU_ENVIRONMENT, **UNBOUND}
+                environment |= UNBOUND
             if way != "kvflow":
                 environment |= Probe(eases_nixl=True).environment()
                 environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(5700 + len(servers))

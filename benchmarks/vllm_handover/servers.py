@@ -16,10 +16,10 @@ from benchmarks.vllm_handover.client import MODEL
 from benchmarks.vllm_handover.patched import make_patched_vllm
 from benchmarks.vllm_handover.plugin import Probe
 from kvflow.cli.serve.server import Server
-from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
+from kvflow.cli.serve.vllm import CPU_ENVIRONMENT, VllmServer, pair, vllm_server
 from kvflow.cli.smollm2 import prepare_smollm2
 
-__all__ = ["ENVIRONMENT", "WAYS", "Pair", "Usage", "Way", "running", "started", "usage_of"]
+__all__ = ["ENVIRONMENT", "UNBOUND", "WAYS", "Pair", "Usage", "Way", "running", "started", "usage_of"]
 
 Way = Literal["kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none"]
 WAYS: Final[tuple[Way, ...]] = ("kvflow", "patched", "NixlConnector", "NixlConnector+sleep", "none")
@@ -31,6 +31,10 @@ REQUEST_BYTES: Final = 18 * 2**20
 """Three blocks of 128 tokens of the small model are 17 MiB."""
 
 NIXL_CONNECTOR: Final[dict[str, Any]] = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+UNBOUND: Final = {**CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""How more than two servers share two cores: vLLM would bind several workers to one, where those that spin hold up the
+others for seconds."""
+
 ENVIRONMENT: Final = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 

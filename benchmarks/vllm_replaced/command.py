@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import anyio
+
 from benchmarks.options import cases_of, names
 from benchmarks.rows import Measured, Row, compare, print_rows
 from kvflow.cli.options import check_installed, check_positive
@@ -26,7 +28,22 @@ PORTS: Final = 4
 SIDES: Final = ("prefill", "decode")
 WAYS: Final = ("kvflow", "NixlConnector")
 LOOK_S: Final = (1.0, 5.0, 30.0)
-UNITS: Final = {"resident_mib": "MiB", "shared_mib": "MiB"}
+SPIN_S: Final = 1.5
+"""Wait between requests to different pairs: vLLM's workers busy-wait for a second after each."""
+
+QUANTITIES: Final = {
+    "descriptors": ("descriptors", "count"),
+    "sockets": ("sockets", "count"),
+    "half_closed": ("sockets that the far end has closed", "count"),
+    "epolls": ("epoll instances", "count"),
+    "eventfds": ("eventfds", "count"),
+    "shared": ("descriptors of shared memory", "count"),
+    "mappings": ("mappings", "count"),
+    "shared_mib": ("shared mappings", "MiB"),
+    "resident_mib": ("resident memory", "MiB"),
+    "threads": ("threads", "count"),
+    "agents": ("agents that NIXL knows", "count"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +88,9 @@ class _Found:
         self.dead: list[Dead] = []
         self.served: list[Served] = []
 
-    async def kill(self, replacing: "Replacing", *, is_idle: bool) -> None:
-        """Kill the victim, and note what that does."""
-        self.before.append(replacing.look())
-        self.dead.append(await replacing.kill(LOOK_S, is_idle=is_idle))
+    async def watch(self, replacing: "Replacing") -> None:
+        """Note what the death of the victim does."""
+        self.dead.append(await replacing.watch(LOOK_S))
         self._write(self.dead[-1])
 
     async def replace(self, replacing: "Replacing") -> None:
@@ -104,10 +120,15 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
         for one in each:
             found[one.pair.way] = _Found(one.pair.way, await one.warm_up(), place)
         for number in range(arguments.rounds):
+            ordered = each if number % 2 == 0 else each[::-1]
             async with open_tasks() as tasks:
-                for one in each:
-                    tasks.start_soon(partial(found[one.pair.way].kill, one, is_idle=number % 2 == 1))
-            for one in each if number % 2 == 0 else reversed(each):
+                for one in ordered:
+                    found[one.pair.way].before.append(one.look())
+                    await one.kill(tasks, is_idle=number % 2 == 1)
+                    tasks.start_soon(found[one.pair.way].watch, one)
+                    await one.wait_for_ends()
+                    await anyio.sleep(SPIN_S)
+            for one in ordered:
                 await found[one.pair.way].replace(one)
         for one in each:
             found[one.pair.way].before.append(one.look())
@@ -145,32 +166,34 @@ class _Rows:
                 "failed",
                 "requests",
                 lambda found: [float(sum(dead.ended.values()) - dead.ended.get("right", 0)) for dead in _busy(found)],
-                lambda found: {"how": _counts([dead.ended for dead in _busy(found)])},
-            ),
-            self._row(
-                "requests in flight", "the last has ended", "s", lambda found: [dead.last_s for dead in _busy(found)]
+                lambda found: {
+                    "how": _counts([dead.ended for dead in _busy(found)]),
+                    "the last has ended after, s": statistics.median(dead.last_s for dead in _busy(found)),
+                },
             ),
             self._row(
                 "requests in flight",
                 "blocks of the survivor are free",
                 "s",
-                lambda found: [dead.free_s for dead in _busy(found) if dead.free_s is not None],
-                lambda found: {"never within a minute": sum(dead.free_s is None for dead in _busy(found))},
+                lambda found: [dead.free_s for dead in _busy(found)],
+                lambda found: {"not within that time": sum(not dead.is_free for dead in _busy(found))},
             ),
         ]
 
     def of_what_stands(self) -> list[Row]:
         """Return the rows of what stands in the survivor, beyond what it had before it met the other server."""
-        return [row for name in _fields() for row in self._rows_of(name)]
+        return [row for name in QUANTITIES for row in self._rows_of(name)]
 
     def _rows_of(self, name: str) -> list[Row]:
-        quantity, unit = f"{name.removesuffix('_mib')} in the survivor", UNITS.get(name, "count")
+        quantity, unit = QUANTITIES[name]
         cases: dict[str, Callable[[_Found], Sequence[Standing]]] = {"with the peer": lambda found: found.before}
         for after_s in LOOK_S:
             cases[f"{after_s:.0f} s after the death"] = partial(_looks, after_s=after_s, of_dead=True)
         for after_s in next(iter(self._found.values())).served[0].looks:
             cases[f"{after_s:.0f} s after the first answer"] = partial(_looks, after_s=after_s, of_dead=False)
         rows = [self._row(case, quantity, unit, partial(_beyond, name, looks)) for case, looks in cases.items()]
+        if not any(row.kvflow_low or row.kvflow_high or row.bare or any(row.others.values()) for row in rows):
+            return []
         return [*rows, self._row("growth per replacement", quantity, unit, partial(_grown, name))]
 
     def _row(
@@ -189,7 +212,7 @@ class _Rows:
             unit=unit,
             better="lower",
         )
-        of_way = {way: list(values(found)) or [float("nan")] for way, found in self._found.items()}
+        of_way = {way: list(values(found)) for way, found in self._found.items()}
         own, bare = of_way["kvflow"], of_way.get("NixlConnector", [])
         told = {
             f"{what}, {way}": _rounded(fact)
@@ -201,12 +224,6 @@ class _Rows:
         return compare(measured, own, bare if can_divide else (), others=others, facts=told)
 
 
-def _fields() -> Sequence[str]:
-    from benchmarks.vllm_replaced.standing import Standing  # noqa: PLC0415 - as above
-
-    return Standing._fields
-
-
 def _busy(found: _Found) -> "list[Dead]":
     return [dead for dead in found.dead if dead.ended]
 
@@ -216,7 +233,9 @@ def _beyond(name: str, looks: "Callable[[_Found], Sequence[Standing]]", found: _
 
 
 def _grown(name: str, found: _Found) -> list[float]:
-    return [getattr(found.before[-1].beyond(found.before[0]), name) / len(found.served)]
+    """Return the mean growth since the first replacement, or since the start if there is none but that."""
+    first, *_ = before = found.before[1:] if len(found.served) > 1 else found.before
+    return [getattr(before[-1].beyond(first), name) / (len(before) - 1)]
 
 
 def _looks(found: _Found, *, after_s: float, of_dead: bool) -> "list[Standing]":

@@ -10,7 +10,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from benchmarks.vllm_handover.client import Answer, BenchFailed, ask, hand_over, metrics, prompt_of
-from benchmarks.vllm_replaced.servers import Pair, Side, wait_until_healthy
+from benchmarks.vllm_replaced.servers import RUNNING, Pair, Side, wait_until_healthy
 from benchmarks.vllm_replaced.standing import Standing
 from kvflow.cli.proxy.application import PREFILL_PARAMS
 from kvflow.cli.tasks import open_tasks
@@ -19,10 +19,16 @@ __all__ = ["AFTER_FIRST_S", "OTHER", "Dead", "Replacing", "Served", "Survivor", 
 
 OTHER: Final[Mapping[Side, Side]] = {"prefill": "decode", "decode": "prefill"}
 
-TOKENS: Final = 100
+TOKENS: Final = 120
 """Of each answer in flight, so that decode is still at the first ones when prefill has computed the last one."""
 
-IN_FLIGHT: Final = [prompt_of(number, 250) for number in range(4)]
+RUN: Final = [prompt_of(number, 250) for number in range(RUNNING)]
+WAIT: Final = [prompt_of(RUNNING + number, 250) for number in range(2)]
+"""Prompts of requests that decode runs when one of the servers is killed, and of those that wait there meanwhile.
+
+Prefill keeps the blocks of the latter. If all came at once, decode would take the blocks of all.
+"""
+
 COMPUTED: Final = prompt_of(10, 1100)
 """Prompt that prefill still computes when it is killed."""
 
@@ -31,7 +37,6 @@ FIRST, FIRST_TOKENS = prompt_of(30, 60), 12
 """Prompt that the replacement is asked first, and the tokens of its answer."""
 
 USUAL: Final = 5
-BEGUN_TOKENS: Final = 4
 COMPUTES_S: Final = 0.5
 ANSWER_S: Final = 60.0
 FREE_S: Final = 60.0
@@ -47,13 +52,15 @@ class Dead(NamedTuple):
     Attributes:
         ended: Requests in flight by how they have ended.
         last_s: When the last of them had ended, in seconds after the kill.
-        free_s: When the survivor had no blocks in use; None if it still had some after a minute.
+        free_s: When the survivor had no blocks in use, or was not looked at any more.
+        is_free: Whether it had none then.
         looks: What stands in the survivor, by seconds after the kill.
     """
 
     ended: Mapping[str, int]
     last_s: float
-    free_s: float | None
+    free_s: float
+    is_free: bool
     looks: Mapping[float, Standing]
 
 
@@ -106,6 +113,8 @@ class Replacing:
         self._expected = expected
         self._replied = 0
         self._ended: list[tuple[str, float]] = []
+        self._ends: list[anyio.Event] = []
+        self._killed_at = 0.0
 
     async def warm_up(self) -> Survivor:
         """Touch all blocks, and hand over some requests.
@@ -120,7 +129,8 @@ class Replacing:
         alone = self.look()
         fresh_s, *usual = [await self._first_answer() for _ in range(1 + USUAL)]
         async with open_tasks() as tasks:
-            self._start_requests(tasks)
+            for prompt in (*RUN, *WAIT):
+                self._start_request(tasks, prompt)
         if {how for how, _ in self._ended} != {"right"}:
             raise BenchFailed("wrong without a fault", way=self.pair.way, ended=[how for how, _ in self._ended])
         return Survivor(alone, fresh_s, usual)
@@ -129,26 +139,36 @@ class Replacing:
         """Return what stands in the survivor."""
         return self.pair.look_at(OTHER[self._victim])
 
-    async def kill(self, look_s: Sequence[float], *, is_idle: bool) -> Dead:
-        """Kill the victim, and look at the survivor at some times after that."""
+    async def kill(self, tasks: TaskGroup, *, is_idle: bool) -> None:
+        """Kill the victim while requests are in flight, or none; they go on in `tasks`.
+
+        Raises:
+            BenchFailed: The requests have ended before.
+        """
+        self._replied, self._ended, self._ends = 0, [], []
+        if not is_idle:
+            await self._fill(tasks)
+        self.pair.server(self._victim).kill()
+        self._killed_at = time.monotonic()
+
+    async def watch(self, look_s: Sequence[float]) -> Dead:
+        """Look at the survivor at some times after the kill, and wait until its requests have ended."""
         looks: dict[float, Standing] = {}
+        free = _Free(self._client, self._url(OTHER[self._victim]), self._killed_at)
         async with open_tasks() as tasks:
-            if is_idle:
-                self._ended = []
-            else:
-                before = await self._generated()
-                self._start_requests(tasks)
-                await self._wait_until_in_flight(before, tasks)
-            self.pair.server(self._victim).kill()
-            killed_at = time.monotonic()
-            free = _Free(self._client, self._url(OTHER[self._victim]), killed_at)
             tasks.start_soon(free.watch)
             for after_s in look_s:
-                await anyio.sleep(killed_at + after_s - time.monotonic())
+                await anyio.sleep(self._killed_at + after_s - time.monotonic())
                 looks[after_s] = self.look()
+        await self.wait_for_ends()
         ended = [how for how, _ in self._ended]
-        last_s = max((at - killed_at for _, at in self._ended), default=0.0)
-        return Dead({how: ended.count(how) for how in sorted(set(ended))}, last_s, free.after_s, looks)
+        last_s = max((at - self._killed_at for _, at in self._ended), default=0.0)
+        return Dead({how: ended.count(how) for how in sorted(set(ended))}, last_s, free.after_s, free.is_free, looks)
+
+    async def wait_for_ends(self) -> None:
+        """Wait until the requests that were in flight have ended."""
+        for end in self._ends:
+            await end.wait()
 
     async def replace(self) -> Served:
         """Start the victim again, and ask it until the answer is right."""
@@ -170,25 +190,32 @@ class Replacing:
     def _url(self, side: Side) -> str:
         return self.pair.server(side).url
 
-    def _start_requests(self, tasks: TaskGroup) -> None:
-        self._replied, self._ended = 0, []
-        for prompt in IN_FLIGHT:
-            tasks.start_soon(self._note_end, prompt)
+    def _start_request(self, tasks: TaskGroup, prompt: str) -> None:
+        self._ends.append(anyio.Event())
+        tasks.start_soon(self._note_end, prompt, self._ends[-1])
 
-    async def _wait_until_in_flight(self, before: float, tasks: TaskGroup) -> None:
-        """Wait until prefill has computed all requests, and decode has begun with the first ones."""
-        while (  # noqa: ASYNC110 - the servers tell nobody
-            self._replied < len(IN_FLIGHT) or await self._generated() < before + BEGUN_TOKENS
-        ):
-            await anyio.sleep(POLL_S)
+    async def _fill(self, tasks: TaskGroup) -> None:
+        for prompts in (RUN, WAIT):
+            for prompt in prompts:
+                self._start_request(tasks, prompt)
+            await self._wait_until_decode_has(len(self._ends))
         if self._victim == "prefill":
-            tasks.start_soon(self._note_end, COMPUTED)
+            self._start_request(tasks, COMPUTED)
             await anyio.sleep(COMPUTES_S)
 
-    async def _generated(self) -> float:
-        return (await metrics(self._client, self.pair.decode))["generation_tokens_total"]
+    async def _wait_until_decode_has(self, count: int) -> None:
+        """Wait until prefill has computed all requests, and decode runs the first ones, while the others wait."""
+        wanted = (RUNNING, count - RUNNING)
+        while self._replied < count or await self._run_and_wait() != wanted:
+            if self._ended:
+                raise BenchFailed("requests ended too early", way=self.pair.way, ended=[how for how, _ in self._ended])
+            await anyio.sleep(POLL_S)
 
-    async def _note_end(self, prompt: str) -> None:
+    async def _run_and_wait(self) -> tuple[float, float]:
+        found = await metrics(self._client, self.pair.decode)
+        return found["num_requests_running"], found["num_requests_waiting"]
+
+    async def _note_end(self, prompt: str, end: anyio.Event) -> None:
         how = f"no answer within {ANSWER_S:.0f} s"
         with anyio.move_on_after(ANSWER_S):
             try:
@@ -196,6 +223,7 @@ class Replacing:
             except aiohttp.ClientError as error:
                 how = f"connection broken ({type(error).__name__})"
         self._ended.append((how, time.monotonic()))
+        end.set()
 
     async def _how_it_ends(self, prompt: str) -> str:
         first = await ask(self._client, self.pair.prefill, prompt, 1, PREFILL_PARAMS)
@@ -225,11 +253,13 @@ class _Free:
     """Watches when a server has no blocks in use.
 
     Attributes:
-        after_s: When, in seconds; None until then.
+        after_s: When, in seconds; at most `FREE_S`.
+        is_free: Whether it has none.
     """
 
     def __init__(self, client: aiohttp.ClientSession, url: str, since: float) -> None:
-        self.after_s: float | None = None
+        self.after_s = FREE_S
+        self.is_free = False
         self._client = client
         self._url = url
         self._since = since
@@ -238,12 +268,12 @@ class _Free:
         with anyio.move_on_after(FREE_S):
             while (await metrics(self._client, self._url))["kv_cache_usage_perc"]:  # noqa: ASYNC110 - as above
                 await anyio.sleep(POLL_S)
-            self.after_s = time.monotonic() - self._since
+            self.after_s, self.is_free = time.monotonic() - self._since, True
 
 
 async def expected_texts(client: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
     """Return the texts of one server alone."""
-    asked = {**dict.fromkeys(IN_FLIGHT, TOKENS), FIRST: FIRST_TOKENS}
+    asked = {**dict.fromkeys((*RUN, *WAIT), TOKENS), FIRST: FIRST_TOKENS}
     return {prompt: (await ask(client, url, prompt, tokens)).text for prompt, tokens in asked.items()}
 
 

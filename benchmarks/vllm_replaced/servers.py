@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.vllm_handover.client import MODEL
 from benchmarks.vllm_handover.plugin import Probe
-from benchmarks.vllm_handover.servers import ENVIRONMENT
+from benchmarks.vllm_handover.servers import ENVIRONMENT, UNBOUND
 from benchmarks.vllm_replaced.standing import Standing, standing_in
 from kvflow.cli.serve.server import Server, ServerFailed
 from kvflow.cli.serve.vllm import VllmServer, pair, vllm_server
@@ -75,12 +75,13 @@ class Pair:
             trace=str(self._trace("prefill" if one.role == "kv_producer" else "decode")),
             eases_nixl=not is_kvflow,
         )
-        environment = {**one.environment, **ENVIRONMENT, **probe.environment()}
+        environment = {**one.environment, **ENVIRONMENT, **UNBOUND, **probe.environment()}
         if is_kvflow:
             connector = {**one.connector, "kv_connector_extra_config": {"port": side_port}}
         else:
             connector, environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = dict(NIXL), str(side_port)
-        return msgspec.structs.replace(one, name=f"{self.way}-{one.name}", connector=connector, environment=environment)
+        name = f"{self.way}-{one.name}"
+        return msgspec.structs.replace(one, name=name, connector=connector, cpus=None, environment=environment)
 
     def _trace(self, side: Side) -> Path:
         return self._place / f"{self.way}-{side}.trace"

@@ -75,7 +75,7 @@ def _in_process(process: Path, http_port: int) -> Standing | None:
         links = [str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()]
         maps = (process / "maps").read_text().splitlines()
         fields = (process / "stat").read_text().rpartition(")")[2].split()
-    except OSError:  # the process, or a descriptor, has gone while it was looked at
+    except (FileNotFoundError, ProcessLookupError):  # the process, or a descriptor, has gone while it was looked at
         return _in_process(process, http_port) if process.exists() else None
     states = [sockets[link] for link in links if link in sockets]
     counted = [link for link in links if sockets.get(link, (0, ""))[0] != http_port]
