@@ -28,4 +28,4 @@ if [ ! -d "$newest/vllm" ]; then
     "$environment/bin/pip" download --quiet --disable-pip-version-check --no-deps --dest "$newest" "vllm==${newest##*/}"
     "$environment/bin/python" scripts/unpack-sources.py "$newest"
 fi
-exec "$environment/bin/python" -m pytest -p no:cacheprovider tests/engines/vllm tests/fleet/test_routed.py "$@"
+exec "$environment/bin/python" -m pytest -p no:cacheprovider tests/engines/vllm tests/fleet/test_routed.py tests/fleet/test_health_checks.py "$@"

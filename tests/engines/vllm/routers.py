@@ -2,20 +2,22 @@
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import anyio
 import pytest
 
-from kvflow.cli.serve.server import Server
+from kvflow.cli.serve.server import Server, ServerFailed
 from tests.support.ports import unused_port
 
 __all__ = ["empty_smg", "smg", "vllm_router", "vllm_router_of_announced", "workers_of"]
 
 CACHE: Final = Path(__file__).parents[3] / ".cache" / "routers"
 ROUTER_READY_S: Final = 60.0
+POLL_S: Final = 0.1
 CHECKS: Final = (
     *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"),
     *("--cb-timeout-duration-secs", "2"),  # how long a server that has failed ten times is left alone
@@ -24,7 +26,12 @@ CHECKS: Final = (
 
 @asynccontextmanager
 async def vllm_router(
-    prefill: Sequence[str], decode: Sequence[str], logs: Path, *, mooncake_port: int | None = None
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    logs: Path,
+    *,
+    mooncake_port: int | None = None,
+    options: Sequence[str] = (),
 ) -> AsyncIterator[str]:
     """Run vLLM's own router with a static list of servers, and yield its URL.
 
@@ -33,11 +40,13 @@ async def vllm_router(
         decode: URLs of decode servers.
         logs: Directory for its files.
         mooncake_port: Use the `mooncake` dialect, and query this port for the id of prefill's engine.
+        options: More of the command line.
     """
     port = [] if mooncake_port is None else [str(mooncake_port)]
     command = [word for url in prefill for word in ("--prefill", url, *port)]
     command += [word for url in decode for word in ("--decode", url)]
-    async with _running("vllm-router", [*_vllm_options("mooncake" if port else "nixl"), *command], logs) as url:
+    command = [*_vllm_options("mooncake" if port else "nixl"), *command, *options]
+    async with _running("vllm-router", command, logs, ready="/readiness") as url:
         yield url
 
 
@@ -54,12 +63,13 @@ def _vllm_options(connector: str) -> list[str]:
 
 
 @asynccontextmanager
-async def smg(servers: Mapping[str, str], logs: Path) -> AsyncIterator[str]:
+async def smg(servers: Mapping[str, str], logs: Path, *, options: Sequence[str] = ()) -> AsyncIterator[str]:
     """Run SGLang's router with servers from a file, and yield its URL.
 
     Args:
         servers: "prefill" or "decode", by URL.
         logs: Directory for its files.
+        options: More of the command line.
     """
     # The router requests the cache only if the prefill server has a connector of exactly this name.
     connectors = {"prefill": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}}
@@ -70,7 +80,7 @@ async def smg(servers: Mapping[str, str], logs: Path) -> AsyncIterator[str]:
     manifest = logs / "smg.json"
     manifest.write_text(json.dumps({"version": 1, "workers": workers}))
     found = ["--discovery-provider", "file", "--discovery-file", str(manifest), "--discovery-check-interval-secs", "1"]
-    async with _running("smg", [*_smg_options(), *found], logs) as url:
+    async with _running("smg", [*_smg_options(), *found, *options], logs) as url:
         yield url
 
 
@@ -93,7 +103,7 @@ async def workers_of(client: aiohttp.ClientSession, router: str) -> dict[str, di
 
 
 @asynccontextmanager
-async def _running(name: str, arguments: Sequence[str], logs: Path) -> AsyncIterator[str]:
+async def _running(name: str, arguments: Sequence[str], logs: Path, *, ready: str = "/health") -> AsyncIterator[str]:
     program = CACHE / name / "bin" / name
     if not program.exists():
         pytest.skip(f"{name} is not installed; run `make test-vllm`")
@@ -102,7 +112,20 @@ async def _running(name: str, arguments: Sequence[str], logs: Path) -> AsyncIter
     router = Server(name, command, {}, url=f"http://127.0.0.1:{port}", log=logs / f"{name}.log")
     router.start()
     try:
-        await router.wait_until_ready(ROUTER_READY_S)
+        async with aiohttp.ClientSession() as client:
+            with anyio.fail_after(ROUTER_READY_S):
+                while not await _is_ready(client, router, ready):  # noqa: ASYNC110 - it depends on another process
+                    await anyio.sleep(POLL_S)
         yield router.url
     finally:
         router.kill()
+
+
+async def _is_ready(client: aiohttp.ClientSession, router: Server, path: str) -> bool:
+    """Ask a router; the path matters, as vLLM's is not healthy while one of its servers is not."""
+    if router.has_ended():
+        raise ServerFailed("router has ended", router)
+    with suppress(aiohttp.ClientError):
+        async with client.get(f"{router.url}{path}") as answer:
+            return answer.status == 200
+    return False

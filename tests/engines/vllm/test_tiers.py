@@ -4,6 +4,7 @@ Blocks that prefill has computed and decode has received have the same name in b
 """
 
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.vllm_handover.client import ask, hand_over, metrics, prompt_of
-from tests.engines.vllm.deployment import BROUGHT, KNOWN, Deployment, Own, settled
+from tests.engines.vllm.deployment import BROUGHT, KNOWN, SETTLE_S, Deployment, Own, settled
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -41,12 +42,19 @@ class Tiered(Deployment):
         place: Directory of their files.
         is_first: kvflow's connector is asked before the tier.
         held: While this file exists, decode copies nothing into its tier.
+        ranks: Directory of the sockets of both ranks.
     """
 
     def __init__(self, place: Path, *, is_first: bool) -> None:
-        self.place, self.is_first, self.held = place, is_first, place / "held-decode"
+        self.place, self.is_first, self.held, self.ranks = place, is_first, place / "held-decode", place / "ranks"
         own = {name: _with_tier(place, name, is_first=is_first) for name in ("prefill", "decode")}
-        super().__init__(place, own=own, load_failure_policy="recompute", arguments=FEW_BLOCKS)
+        super().__init__(
+            place,
+            own=own,
+            load_failure_policy="recompute",
+            arguments=(*FEW_BLOCKS, "--middleware", "kvflow.engines.vllm.health.RanksHealth"),
+            extra_config={"admin": str(self.ranks)},
+        )
 
     async def forget(self, client: aiohttp.ClientSession, *names: str) -> None:
         """Empty vLLM's prefix cache; the tiers keep what they have. All requests have ended."""
@@ -255,3 +263,21 @@ async def test_prefill_preempts(tiered: Tiered, client: aiohttp.ClientSession) -
     assert found == [await tiered.text(client, prompt, TOKENS) for prompt in asked]
     await tiered.until_free(client)
     tiered.check_blocks()
+
+
+async def test_routers_hear_of_ranks_beside_a_tier(tiered: Tiered, client: aiohttp.ClientSession) -> None:
+    """Comes last: afterwards, both servers refuse requests."""
+
+    async def health_of(name: str) -> tuple[int, list[str]]:
+        async with client.get(f"{getattr(tiered, name).url}/health") as answer:
+            return answer.status, [] if answer.status == 200 else list((await answer.json())["ranks"].values())
+
+    names = ("prefill", "decode")
+    assert [await health_of(name) for name in names] == 2 * [(200, [])]
+    command = [sys.executable, "-m", "kvflow.cli", "drain", "--all", "--socket", str(tiered.ranks), "--wait", "60"]
+    await anyio.run_process(command)
+    with anyio.fail_after(SETTLE_S):
+        for name in names:
+            while await health_of(name) == (200, []):  # noqa: ASYNC110 - answers are kept for a second
+                await anyio.sleep(0.1)
+    assert [await health_of(name) for name in names] == 2 * [(503, ["the rank is draining"])]
