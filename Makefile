@@ -3,7 +3,7 @@
 # make test-all   also the slow tests, properties with twelve times the examples, the service and the tests for devices on a fake device, and test-pythons; within 25 minutes
 # make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
-# make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; half an hour
+# make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; three quarters of an hour
 # make test-device   what needs a CUDA device, step by step, in ten minutes, with a table; installs into .cache (STEPS="events,..." runs some; FAKE_DEVICE=low rehearses it on a fake device)
 # make test-transformers   the adapter of transformers alone, which is part of make test
 # make fuzz    fuzz 20,000 pairs of layouts against the slow oracle, and live ranks with a million malformed messages; half an hour
