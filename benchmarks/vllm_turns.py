@@ -4,10 +4,11 @@ With `--nixl`, the other side is vLLM's NixlConnector with `bidirectional_kv_xfe
 """
 
 import argparse
+import os
+import signal
 import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -65,28 +66,14 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
 
     other = "NixlConnector" if arguments.nixl else "not kept"
     found: dict[str, list[list[Sequence[float]]]] = {"kvflow": [], other: []}
-    beside: dict[str, list[float]] = {"kvflow": [], other: []}
     async with _started(arguments.nixl) as servers, open_client() as client:
         for number, way in enumerate(there_and_back(["kvflow", other], arguments.rounds + 1)):
             used = servers[2:] if arguments.nixl and way == other else servers[:2]
-            rest, began_at = [server for server in servers if server not in used], time.monotonic()
-            before_s = _cpu_s(rest)
-            turns = await _converse(client, used, number, arguments.answers, is_kept=way != "not kept")
+            with _stopped([server for server in servers if server not in used]):
+                turns = await _converse(client, used, number, arguments.answers, is_kept=way != "not kept")
             found[way].append(turns)
-            beside[way].append(100 * (_cpu_s(rest) - before_s) / (time.monotonic() - began_at))
     rows = []
     group = f"answers of {arguments.answers} tokens, against {other}"
-    if arguments.nixl:
-        measured = Measured(
-            bench="vllm_turns",
-            group=group,
-            case="all turns",
-            quantity="CPU of the other two servers meanwhile",
-            unit="% of a core",
-            better="lower",
-        )
-        rows.append(compare(measured, beside["kvflow"][1:], beside[other][1:]))
-        on_row(rows[-1])
     for place, (quantity, (unit, factor)) in enumerate(QUANTITIES.items()):
         for turn in range(1, TURNS):
             own, bare = ([talk[turn][place] * factor for talk in found[way][1:]] for way in ("kvflow", other))
@@ -98,10 +85,16 @@ async def _measure(arguments: argparse.Namespace, on_row: Callable[[Row], None])
     return rows
 
 
-def _cpu_s(servers: "Sequence[Server]") -> float:
-    from benchmarks.vllm_handover.servers import usage_of  # noqa: PLC0415 - as above
-
-    return sum(usage_of(server.pid).cpu_s for server in servers)
+@contextmanager
+def _stopped(servers: "Sequence[Server]") -> Iterator[None]:
+    """Stop servers within the block: while NixlConnector keeps a turn, vLLM steps its server without pause."""
+    for server in servers:
+        os.killpg(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for server in servers:
+            os.killpg(server.pid, signal.SIGCONT)
 
 
 async def _converse(
