@@ -10,7 +10,12 @@ from kvflow.hosts import host_of, host_towards
 
 @pytest.mark.parametrize(
     ("endpoint", "host"),
-    [("tcp://10.0.0.1:7100", "10.0.0.1"), ("tcp://[fd00::1]:0", "fd00::1"), ("tcp://node-7:80", "node-7")],
+    [
+        ("tcp://10.0.0.1:7100", "10.0.0.1"),
+        ("tcp://[fd00::1]:0", "fd00::1"),
+        ("tcp://node-7:80", "node-7"),
+        ("tcp://[fd00::1],10.0.0.1:80", "fd00::1,10.0.0.1"),
+    ],
 )
 def test_the_host_of_an_endpoint(endpoint: str, host: str) -> None:
     assert host_of(endpoint) == host
@@ -24,6 +29,7 @@ def test_the_host_of_an_endpoint(endpoint: str, host: str) -> None:
         ("tcp://127.0.0.9:1", "127.0.0.1"),
         ("tcp://[::1]:7100", "::1"),
         ("tcp://no-such-host.invalid:7100", None),
+        ("tcp://no-such-host.invalid,127.0.0.1:7100", "127.0.0.1"),
     ],
 )
 async def test_the_own_address_on_the_way_to_an_endpoint(endpoint: str, host: str | None) -> None:

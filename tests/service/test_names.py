@@ -4,7 +4,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -15,7 +15,7 @@ from benchmarks.processes import ChildProcess
 from kvflow.cli.tasks import open_tasks
 from tests.support.machine import has_ipv6
 from tests.support.ports import unused_port
-from tests.support.prefill_process import PrefillOptions
+from tests.support.prefill_client import prefill_process
 from tests.support.resolving_process import ResolvingOptions
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -50,15 +50,8 @@ def names(tmp_path: Path) -> Names:
     return Names(tmp_path)
 
 
-@asynccontextmanager
-async def prefill_at(names: Names, host: str) -> AsyncIterator[ChildProcess]:
-    options = PrefillOptions(None, f"tcp://{host}:{names.port}", {"advertise": NAME})
-    async with (
-        open_tasks() as tasks,
-        ChildProcess("prefill", "tests.support.prefill_process", options, tasks) as prefill,
-    ):
-        await prefill.expect("ready")
-        yield prefill
+def prefill_at(names: Names, host: str) -> AbstractAsyncContextManager[ChildProcess]:
+    return prefill_process(None, names.port, host=host, advertise=NAME)
 
 
 @asynccontextmanager

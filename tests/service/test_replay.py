@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -70,7 +70,8 @@ def replayed(path: Path) -> Replay:
 @pytest.mark.anyio
 async def test_two_processes_with_packing_cancels_and_a_death(tmp_path: Path) -> None:
     killed, follower, own = (tmp_path / name for name in ("killed", "follower", "decode"))
-    pool, settings = make_pool(), {"packing": "always", **SLOTS}
+    pool = make_pool()
+    settings: dict[str, Any] = {"packing": "always", **SLOTS}
     async with kvflow.Registry() as registry:
         config = decode_config(
             registry.endpoint, backend="nixl", timeouts=PATIENT_LEASE, record=own, staging_slots=2, **SLOTS

@@ -2,20 +2,19 @@
 
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 import pytest
 
 import kvflow
 from benchmarks.processes import ChildProcess
-from kvflow.cli.tasks import open_tasks
 from tests.support.failures import catch
 from tests.support.instances import decode_config, make_pool
 from tests.support.machine import has_ipv6
 from tests.support.ports import unused_port
-from tests.support.prefill_client import give_ticket, hand_over
-from tests.support.prefill_process import PAGES, TOKENS, PrefillOptions
+from tests.support.prefill_client import give_ticket, hand_over, prefill_process
+from tests.support.prefill_process import PAGES, TOKENS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -25,15 +24,8 @@ SILENT = "127.0.0.2"
 SERVING = "127.0.0.3"
 
 
-@asynccontextmanager
-async def prefill_at(host: str, advertise: str, registry: str | None = None) -> AsyncIterator[ChildProcess]:
-    options = PrefillOptions(registry, f"tcp://{host}:{unused_port()}", {"advertise": advertise})
-    async with (
-        open_tasks() as tasks,
-        ChildProcess("prefill", "tests.support.prefill_process", options, tasks) as prefill,
-    ):
-        await prefill.expect("ready")
-        yield prefill
+def prefill_at(host: str, registry: str | None = None) -> AbstractAsyncContextManager[ChildProcess]:
+    return prefill_process(registry, unused_port(), host=host, advertise=f"{SILENT},{host}")
 
 
 @asynccontextmanager
@@ -48,7 +40,7 @@ async def decode_rank(registry: str | None = None) -> AsyncIterator[kvflow.Decod
 async def test_the_host_of_a_ticket_that_can_be_reached_is_used(host: str) -> None:
     if host == "[::1]" and not has_ipv6():
         pytest.skip("this host has no IPv6")
-    async with prefill_at(host, f"{SILENT},{host}") as prefill, decode_rank() as rank:
+    async with prefill_at(host) as prefill, decode_rank() as rank:
         for room in (1, 2):
             ticket = await give_ticket(prefill, room)
             assert f"//{SILENT},{host}:" in ticket["address"]
@@ -56,10 +48,9 @@ async def test_the_host_of_a_ticket_that_can_be_reached_is_used(host: str) -> No
 
 
 async def test_records_of_a_registry_have_several_hosts() -> None:
-    hosts = f"{SILENT},{SERVING}"
     async with (
-        kvflow.Registry("tcp://*:0", advertise=hosts, trust=kvflow.Trust.none()) as registry,
-        prefill_at(SERVING, hosts, registry.endpoint) as prefill,
+        kvflow.Registry("tcp://*:0", advertise=f"{SILENT},{SERVING}", trust=kvflow.Trust.none()) as registry,
+        prefill_at(SERVING, registry.endpoint) as prefill,
         decode_rank(registry.endpoint) as rank,
     ):
         await hand_over(rank, prefill, 1)
@@ -67,7 +58,7 @@ async def test_records_of_a_registry_have_several_hosts() -> None:
 
 async def test_only_the_host_that_a_process_has_spoken_from_proves_that_it_has_ended() -> None:
     """The first host refuses all the time, also while the process is stopped and may write."""
-    async with prefill_at(SERVING, f"{SILENT},{SERVING}") as prefill, decode_rank() as rank:
+    async with prefill_at(SERVING) as prefill, decode_rank() as rank:
         ticket = await give_ticket(prefill, 1)
         async with rank.receive(1, prefill=ticket, tokens=TOKENS, pages=PAGES) as receiver:
             await prefill.tell("send", room=1)

@@ -16,9 +16,11 @@ __all__ = ["give_ticket", "hand_over", "prefill_process", "receive"]
 
 
 @asynccontextmanager
-async def prefill_process(registry: str | None, port: int, **settings: Any) -> AsyncIterator[ChildProcess]:
+async def prefill_process(
+    registry: str | None, port: int, *, host: str = "127.0.0.1", **settings: Any
+) -> AsyncIterator[ChildProcess]:
     """Start a process with some settings of its rank, and end it with the block."""
-    options = PrefillOptions(registry, f"tcp://127.0.0.1:{port}", settings)
+    options = PrefillOptions(registry, f"tcp://{host}:{port}", settings)
     async with (
         open_tasks() as tasks,
         ChildProcess("prefill", "tests.support.prefill_process", options, tasks) as prefill,
