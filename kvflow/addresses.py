@@ -159,7 +159,7 @@ def is_loopback(host: str) -> bool:
     Of several, all are.
     """
     if "," in host:
-        return all(map(is_loopback, host.split(",")))
+        return all(map(is_loopback, split_hosts(host)))
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -107,16 +107,19 @@ class RankAnswers:
                 record = self._find(name)
                 self._rank.release(record, because=because)
                 return msg.ReleaseAnswer(room=record.room)
-            case msg.AnnounceDrainRequest() | msg.DrainRequest():
-                if isinstance(request, msg.DrainRequest):
-                    self._rank.start_drain()
-                else:
-                    self._rank.announce_drain()
-                return msg.DrainAnswer(is_drained=self._rank.is_drained, num_unsettled=self._transfers.num_unsettled)
+            case msg.AnnounceDrainRequest():
+                self._rank.announce_drain()
+                return self._drain_answer()
+            case msg.DrainRequest():
+                self._rank.start_drain()
+                return self._drain_answer()
             case msg.IncidentRequest():
                 found = self._transfers.quarantined(MAX_LISTED)
                 missing = [(record.room, [proof.detail for proof in record.missing]) for record in found]
                 return msg.IncidentAnswer(path=self._incidents.write_soon("asked for", missing))
+
+    def _drain_answer(self) -> msg.DrainAnswer:
+        return msg.DrainAnswer(is_drained=self._rank.is_drained, num_unsettled=self._transfers.num_unsettled)
 
     def _status(self) -> msg.StatusAnswer:
         rank, facts = self._rank, self._facts

@@ -1061,6 +1061,18 @@ def test_workers_without_a_port_of_their_own_take_one_of_the_range() -> None:
         pass
 
 
+def test_a_server_with_several_hosts_gives_all_of_them_and_listens_at_each() -> None:
+    hosts, query = "127.0.0.2,127.0.0.3", unused_port()
+    with servers(host=hosts, plain=True, port=unused_port(), mooncake_port=query) as (source, _):
+        ticket = source.ranks.ticket
+        assert ticket is not None
+        endpoint = Endpoint.parse(str(ticket["address"]))
+        assert endpoint.host == hosts
+        for host in hosts.split(","):
+            for port in (endpoint.port, query):
+                socket.create_connection((host, port)).close()
+
+
 def test_router_that_makes_the_rooms_and_knows_the_engine() -> None:
     """The dialect of vLLM's MooncakeConnector."""
     port = unused_port()
