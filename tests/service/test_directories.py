@@ -111,7 +111,9 @@ async def test_an_instance_that_drains_is_not_found(registry: str) -> None:
             # The embedded registry, which is asked for each request, does not know of the drain yet.
             assert registry.startswith("tcp")
             assert "prefill/0 is draining" in str(error)
-            error = await failure_of(decode, room)
+            # The first one stays connected, and would not ask again.
+            async with decode_at(registry, backend="memory", timeouts=QUICK) as other:
+                error = await failure_of(other, room)
         assert error.reason is FailureReason.UNREACHABLE
         if not registry.startswith("tcp"):
             assert f"{registry} does not list it" in str(error)
