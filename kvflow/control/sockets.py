@@ -61,8 +61,6 @@ RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 500
 
 RAND_STATE_BYTES: Final = 128
-_RAND_STATE: Final = ctypes.create_string_buffer(RAND_STATE_BYTES)
-"""Never freed: if two threads create sockets at the same time, `rand` may keep using it."""
 
 LINGER_MS: Final = 500
 """How long a closed socket may go on sending queued messages."""
@@ -105,12 +103,15 @@ def new_context() -> Context:
 def _seeded() -> Iterator[None]:
     """Seed C's `rand` unpredictably inside the block, and restore its previous state afterwards.
 
+    Blocks of two threads must not overlap: the one that ended last would leave `rand` with the state of the other one.
+
     libzmq 4.3.5 numbers the connections of a ROUTER with `rand`, which it never seeds. It aborts the process when it
     generates a number that a peer has chosen as its routing id (docs/decisions/0051).
     """
     libc = ctypes.CDLL(None)
     libc.initstate.restype = ctypes.c_void_p
-    before = libc.initstate(secrets.randbits(32), _RAND_STATE, ctypes.c_size_t(RAND_STATE_BYTES))
+    state = ctypes.create_string_buffer(RAND_STATE_BYTES)
+    before = libc.initstate(secrets.randbits(32), state, ctypes.c_size_t(len(state)))
     try:
         yield
     finally:
@@ -133,6 +134,7 @@ class Sockets:
     def __init__(self) -> None:
         self._context: Context | None = None
         self._starting = threading.Lock()  # event loops of several threads may open ranks at the same time
+        self._seeding = threading.Lock()
         self._names = itertools.count()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -144,8 +146,9 @@ class Sockets:
 
     def make(self, kind: int, context: Context | None = None) -> ZmqSocket:
         """Create an unconnected socket, by default in the shared context. Without descriptors, raise zmq.ZMQError."""
-        with _seeded():
-            made = (context or self.start()).socket(kind)
+        context = context or self.start()
+        with self._seeding, _seeded():
+            made = context.socket(kind)
         # HEARTBEAT_TTL stays 0: libzmq would keep a timer for each connection of a listener, and stopping one takes as
         # long as there are timers. With 8,192 connections its thread falls behind, and all break.
         for option, value in (
@@ -180,6 +183,7 @@ class Sockets:
         """Drop the context, because a forked child has none of libzmq's threads."""
         self._context = None
         self._starting = threading.Lock()
+        self._seeding = threading.Lock()
 
 
 sockets: Final = Sockets()
