@@ -348,6 +348,8 @@ class DecodeRank(Rank[RoomReceiver, ev.DecodeEvent, ef.DecodeEffect]):
                 self._connections.disconnect(peer)
             case ef.ProbePeer():
                 self._proofs.probe(effect)
+            case ef.ProbeAddress():
+                self._proofs.probe_address(effect)
             case ef.WaitForFence():
                 self._proofs.fence(effect)
             case ef.WaitForLanding():

@@ -173,7 +173,7 @@ class FailureReason(enum.StrEnum):
     """Why a transfer failed."""
 
     UNREACHABLE = "unreachable"
-    """No registry, instance or rank answered in time."""
+    """No registry, instance or rank answered in time, or the address of a ticket refuses connections."""
     REFUSED = "refused"
     """The peer answered the handshake with a refusal; `detail` has its reason."""
     STALE_TICKET = "stale_ticket"

@@ -173,7 +173,9 @@ class ControlChannel(Protocol):
         """Return this host's address on the route to an endpoint, or None if it cannot be determined."""
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Return whether the host refuses connections to an address. No answer counts as False.
+        """Return whether the host refuses connections to an address; of several, whether all do.
+
+        No answer counts as False.
 
         Args:
             endpoint: "tcp://host:port" of the process itself, not of a load balancer.

@@ -155,12 +155,15 @@ class PrefillRank(Rank[RoomSender, ev.PrefillEvent, ef.PrefillEffect]):
             RankBroken: The rank is broken.
         """
         self._check_usable()
+        is_own = self.config.registry_endpoint is None
         address = self.config.registry_endpoint or self.endpoint
         tracer = self._transfers.tracer
         if traceparent is None and tracer is not None:
             traceparent = tracer.traceparent_of(self._transfers.by_key.get(check_room(room))) or None
         context = check_traceparent(traceparent)
-        ticket = Ticket(check_room(room), address, self.me, self.layout.fingerprint, traceparent=context)
+        ticket = Ticket(
+            check_room(room), address, self.me, self.layout.fingerprint, traceparent=context, own_address=is_own
+        )
         return ticket.signed(self._trust.ticket_keys).as_dict()
 
     @override

@@ -109,6 +109,7 @@ class ReceiveChecks:
             secret=b"",
             priority=check_priority("priority", priority),
             issuer=None if ticket is None else ticket.issuer,
+            is_own_address=ticket is not None and ticket.own_address,
             capability=signed if capability is None else _check_capability(capability),
         )
         told = "" if ticket is None else ticket.traceparent

@@ -25,7 +25,7 @@ from typing import Final
 import anyio
 import zmq
 
-from kvflow.addresses import check_bind, join_address, split_address, split_bind
+from kvflow.addresses import check_bind, join_address, split_address, split_bind, split_hosts
 from kvflow.control.curve import ZapAuthenticator, be_server
 from kvflow.control.dialer import ZmqConnection
 from kvflow.control.intake import Intake
@@ -336,20 +336,28 @@ class ZmqControl:
         descriptors.fill()
 
     async def is_refused(self, endpoint: str, timeout_s: float) -> bool:
-        """Return whether the host refuses connections to an address.
+        """Return whether the host refuses connections to an address; of several, whether all do.
 
         No answer counts as False: the host may be down or unreachable, or the process may hang.
         """
-        host, port = split_address("endpoint", endpoint)
+        hosts, port = split_address("endpoint", endpoint)
         with anyio.move_on_after(timeout_s):
-            try:
-                stream = await anyio.connect_tcp(host, port)
-            except OSError as error:
-                return _is_refusal(error.__cause__)
-            except Exception:  # noqa: BLE001 - any other error is not a refusal; the address comes from a peer
-                return False
-            await stream.aclose()
+            for host in split_hosts(hosts):
+                if not await _refuses(host, port):
+                    return False
+            return True
         return False
+
+
+async def _refuses(host: str, port: int) -> bool:
+    try:
+        stream = await anyio.connect_tcp(host, port)
+    except OSError as error:
+        return _is_refusal(error.__cause__)
+    except Exception:  # noqa: BLE001 - any other error is not a refusal; the address comes from a peer
+        return False
+    await stream.aclose()
+    return False
 
 
 def _is_refusal(cause: BaseException | None) -> bool:

@@ -55,6 +55,10 @@ SLICES_BOUND_INLINE: Final = 256
 """Routes with more slices than this are bound in a worker thread."""
 
 
+ADDRESS_PROBE_S: Final = 1.0
+"""How long the hosts of an address may take to refuse connections: no longer than a lookup keeps its place."""
+
+
 # On a prefill rank -------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +327,10 @@ class PeerProofs:
         """Check whether the peer's host refuses connections to its port, and dispatch ProbeFinished."""
         self._context.start_task(self._probe, effect)
 
+    def probe_address(self, effect: ef.ProbeAddress) -> None:
+        """Check whether an address refuses connections, and dispatch AddressProbed."""
+        self._context.start_task(self._probe_address, effect)
+
     def fence(self, effect: ef.WaitForFence) -> None:
         """Wait until no write of a peer can land any more, and dispatch PeerFenced, or FenceImpossible."""
         wait = self._waits[effect.peer, None] = _LastBytesWait(effect.number)
@@ -352,6 +360,10 @@ class PeerProofs:
         timeout_s = self._context.config.timeouts.lease_s
         is_gone = await self._context.ports.control.is_refused(effect.endpoint, timeout_s)
         self._context.dispatch(ev.ProbeFinished(effect.peer, is_gone))
+
+    async def _probe_address(self, effect: ef.ProbeAddress) -> None:
+        is_refused = await self._context.ports.control.is_refused(effect.instance.address, ADDRESS_PROBE_S)
+        self._context.dispatch(ev.AddressProbed(effect.instance, effect.number, is_refused))
 
     async def _fence(self, effect: ef.WaitForFence, wait: _LastBytesWait) -> None:
         is_fenced = await self._backend.outlast(effect.domain, wait.ends)

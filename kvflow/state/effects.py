@@ -12,7 +12,15 @@ import msgspec
 from kvflow.geometry.pages import PageTable
 from kvflow.geometry.ranges import ALL_LAYERS, LayerRange, TokenRange
 from kvflow.room import RoomId
-from kvflow.state.events import ConnectedRank, DeliveryId, InstanceRef, PeerRoute, ReadyEvent, ReceiveOpened
+from kvflow.state.events import (
+    ConnectedRank,
+    DeliveryId,
+    InstanceAddress,
+    InstanceRef,
+    PeerRoute,
+    ReadyEvent,
+    ReceiveOpened,
+)
 from kvflow.state.tables import Memory, Outcome
 from kvflow.wire.messages import Drained, Failure, Grant, Hello, Message, Notice, Offer, PeerId, RankRecord, Stamps
 
@@ -40,6 +48,7 @@ __all__ = [
     "PostPiece",
     "PostPlan",
     "PrefillEffect",
+    "ProbeAddress",
     "ProbePeer",
     "ReceivedRoom",
     "Reply",
@@ -263,6 +272,13 @@ class ProbePeer(msgspec.Struct, frozen=True):
     endpoint: str
 
 
+class ProbeAddress(msgspec.Struct, frozen=True):
+    """Check whether every host of an address refuses connections, then report AddressProbed with the same number."""
+
+    instance: InstanceAddress
+    number: int
+
+
 class WaitForFence(msgspec.Struct, frozen=True):
     """Wait until no write of a terminated process can still land, then report PeerFenced; or report FenceImpossible.
 
@@ -447,6 +463,7 @@ DecodeEffect = (
     | CompileRoutes
     | Connect
     | Disconnect
+    | ProbeAddress
     | ProbePeer
     | WaitForFence
     | WaitForLanding

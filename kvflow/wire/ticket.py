@@ -4,7 +4,8 @@ Routers parse JSON and serialize it again, and some parse numbers as floats. So 
 as text.
 
 With a ticket key, which prefill and decode ranks share, a ticket ends in an HMAC-SHA256 over all fields but the
-capability, which the router adds, and the trace context, which it may replace.
+capability, which the router adds, the trace context, which it may replace, and `own_address`, which only decides how
+soon a room fails, and which older versions leave out.
 """
 
 import hashlib
@@ -46,6 +47,7 @@ class _TicketFields(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: Text
     capability: Capability = ""
     traceparent: Text = ""
+    own_address: bool = False
     signature: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
@@ -62,7 +64,8 @@ class Ticket:
         capability: Added by the router, see `kvflow.make_capability`; empty if there is none.
         traceparent: W3C trace context of the request, as received; empty if there is none. Not signed, because routers
             may replace it.
-        signature: HMAC-SHA256 of the other fields except the capability, in hexadecimal; empty if it is not signed.
+        own_address: Whether the address is that of the issuer itself, and not of a registry. False if it is not known.
+        signature: HMAC-SHA256 of the other fields, see above, in hexadecimal; empty if it is not signed.
     """
 
     room: RoomId
@@ -73,6 +76,7 @@ class Ticket:
     capability: str = ""
     signature: str = ""
     traceparent: str = ""
+    own_address: bool = False
 
     def signed(self, keys: Sequence[bytes]) -> "Ticket":
         """Return the ticket, signed with the first key; unsigned if there is none."""
@@ -88,7 +92,8 @@ class Ticket:
 
     def as_dict(self) -> dict[str, object]:
         """Return the ticket as a dict that survives a round trip through JSON."""
-        added = {"capability": self.capability, "signature": self.signature, "traceparent": self.traceparent}
+        added: dict[str, object] = {"capability": self.capability, "signature": self.signature}
+        added |= {"traceparent": self.traceparent, "own_address": self.own_address}
         return {name: value for name, value in added.items() if value} | {
             "versions": list(self.versions),
             "address": self.address,
@@ -120,7 +125,7 @@ class Ticket:
         if not is_instance_name(read.instance):
             raise TicketError("ticket is malformed", detail="instance is not a valid name")
         issuer = PeerId(RankId(read.instance, read.engine_rank), int(read.incarnation, 16))
-        added = (read.capability, read.signature, read.traceparent)
+        added = (read.capability, read.signature, read.traceparent, read.own_address)
         return cls(room, read.address, issuer, read.fingerprint, read.versions, *added)
 
     def to_json(self) -> bytes:

@@ -446,8 +446,10 @@ class World:
                 self._answer(self.decode[number].me, offer, failure)
             case ef.WatchNotices() | ef.CountAnomaly() | ef.LogEvent():
                 pass
-            case ef.WaitForFence() | ef.WaitForLanding() | ef.NoteEnds() | ef.VerifyDigests():
-                raise PromiseBroken("explored worlds have no digests and no fences", effect=type(effect).__name__)
+            case ef.WaitForFence() | ef.WaitForLanding() | ef.NoteEnds() | ef.VerifyDigests() | ef.ProbeAddress():
+                raise PromiseBroken(
+                    "explored worlds have no digests, no fences and no tickets", effect=type(effect).__name__
+                )
             case _:
                 assert_never(effect)
 

@@ -101,6 +101,26 @@ async def test_a_name_is_refused_only_if_every_address_of_it_is(monkeypatch: pyt
     assert await is_refused(f"tcp://prefill-host:{port}", ANSWERS_S)
 
 
+@pytest.mark.parametrize("serving", ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+async def test_several_hosts_are_refused_only_if_each_of_them_is(serving: str) -> None:
+    with listening(serving) as port:
+        assert not await is_refused(f"tcp://127.0.0.1,127.0.0.2,127.0.0.3:{port}", ANSWERS_S)
+    assert await is_refused(f"tcp://127.0.0.1,127.0.0.2,127.0.0.3:{port}", ANSWERS_S)
+
+
+async def test_several_hosts_of_which_one_is_silent_or_unknown_are_not_refused() -> None:
+    with listening(backlog=0) as port, full(port):
+        assert not await is_refused(f"tcp://127.0.0.2,127.0.0.1:{port}", 0.2)
+    assert not await is_refused(f"tcp://127.0.0.1,nobody.invalid:{port}", ANSWERS_S)
+
+
+@needs_ipv6
+async def test_several_hosts_of_both_kinds() -> None:
+    with listening("::1", socket.AF_INET6) as port:
+        assert not await is_refused(f"tcp://127.0.0.1,[::1]:{port}", ANSWERS_S)
+    assert await is_refused(f"tcp://127.0.0.1,[::1]:{port}", ANSWERS_S)
+
+
 async def test_a_host_that_has_no_address_is_not_refused() -> None:
     assert not await is_refused("tcp://nobody.invalid:7100", ANSWERS_S)
 

@@ -30,12 +30,15 @@ from kvflow.state import recorder
 from kvflow.state.part_replay import room_of
 from kvflow.state.recorder import LENGTH_BYTES, Entry, encode, frame
 from kvflow.state.replay import read_recording
+from kvflow.wire.messages import PeerId, RankId
+from kvflow.wire.ticket import Ticket
 from simulation.scenario import play
 from simulation.script import ScenarioError
 from tests.incidents.test_black_box import corrupt, settings_in
 from tests.service.test_replay import frames
 from tests.support.failures import catch
 from tests.support.instances import decode_config, deploy, make_pool
+from tests.support.ports import unused_port
 from tests.support.prefill_client import prefill_process, receive
 from tests.support.prefill_process import FILL
 from tests.support.waiting import until
@@ -269,6 +272,22 @@ def test_one_side_is_told_and_makes_no_scenario(directories: Directories, tmp_pa
     assert "first: " in capsys.readouterr().out
     assert main(["incident", str(path), "--seed", str(tmp_path / "seed")]) == 2
     assert "a scenario needs the files of one prefill and one decode rank" in capsys.readouterr().err
+
+
+def test_a_ticket_of_a_process_that_has_ended_is_told(tmp_path: Path, capsys: Capture) -> None:
+    path, issuer = tmp_path / f"d{ENDING}", PeerId(RankId("prefill", 0), 7)
+    layout, port = make_pool().layout, unused_port()
+    ticket = Ticket(1, f"tcp://127.0.0.1:{port}", issuer, layout.fingerprint, own_address=True).as_dict()
+
+    async def follow_ticket() -> None:
+        async with kvflow.DecodeRank(decode_config(None, record=str(path)), layout) as decode:
+            await catch(partial(receive, decode, 1, ticket))
+
+    anyio.run(follow_ticket)
+    assert main(["incident", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(rf"first: .* decode/0: tcp://127.0.0.1:{port} refuses connections", text)
+    assert AGREE in text
 
 
 def test_the_time_line_can_be_looked_at(directories: Directories, tmp_path: Path, capsys: Capture) -> None:

@@ -145,3 +145,13 @@ def test_a_ticket_for_another_room_is_signed_again() -> None:
     assert Ticket.parse(ticket_for_room(signed, 7, trust)).is_signed_by([KEY])
     with pytest.raises(LocalProtocolError, match="pass `trust`"):
         ticket_for_room(signed, 7)
+
+
+def test_who_listens_at_the_address_is_said_only_if_it_is_the_issuer() -> None:
+    assert "own_address" not in TICKET.as_dict(), "as in tickets of versions that do not know it"
+    own = replace(TICKET, own_address=True)
+    assert Ticket.parse(json.loads(json.dumps(own.as_dict()))) == own
+    assert Ticket.parse(ticket_for_room(own.as_dict(), 7)).own_address
+    assert own.signed([KEY]).signature == TICKET.signed([KEY]).signature, "which older versions check, too"
+    with pytest.raises(TicketError, match="own_address"):
+        Ticket.parse({**own.as_dict(), "own_address": "yes"})

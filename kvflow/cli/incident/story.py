@@ -217,6 +217,8 @@ def _told_effects(effects: Iterable[tuple[str, Any]]) -> Iterable[str]:
                 yield _told_report(fields)
             case "CountAnomaly":
                 yield f"ignored: {fields['kind']}"
+            case "ProbeAddress":
+                yield "probes the address of a ticket"
             case "ProbePeer":
                 yield "probes its port"
             case "WaitForFence" | "WaitForLanding":
@@ -240,6 +242,8 @@ def _wrong(moment: Moment) -> str:
         return form.format(event=event, detail=detail)
     if isinstance(event, ev.ProbeFinished) and event.is_gone:
         return f"the process of {event.peer} has ended"
+    if isinstance(event, ev.AddressProbed) and event.is_refused:
+        return f"{event.instance.address} refuses connections"
     if isinstance(event, ev.MessageArrived) and event.denied:
         return f"{event.message.__struct_config__.tag} was denied: {event.denied}"
     if moment.error:

@@ -141,18 +141,17 @@ class DecodeCore:
                 return self.instances.found(event, now)
             case ev.RoutesCompiled():
                 return self.instances.compiled(event, now)
-            case ev.ConnectFailed():
-                return self._connect_failed(event)
+            case ev.ConnectFailed() | ev.LookUpRefused() | ev.ConnectionObstructed():
+                return self._obstructed(event)
             case ev.ConnectionRefused():
                 return self._connection_refused(event.peer, event.detail, now)
-            case ev.LookUpRefused() | ev.ConnectionObstructed():
-                self.instances.obstacles.note_obstacle(event)
-                return []
             case ev.ConnectionLost() | ev.InstanceDoubted():
                 return self._doubt(event, now)
             case ev.ProbeFinished():
                 effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
                 return self._process_ended(event.peer, now) if event.is_gone else effects
+            case ev.AddressProbed():
+                return self.instances.issuers.finished(event, now)
             case ev.PeerFenced():
                 return self._fenced(event.peer, now)
             case ev.Landed():
@@ -175,8 +174,7 @@ class DecodeCore:
                 self._leaving.close(event.failure)
                 return [*self.offers.fail_all(event.failure), *self.rooms.close(event.failure, now)]
             case ev.TransportClosed():
-                goodbye = Goodbye(peer=self.me)
-                return [effect for peer in self.peers.all_open for effect in self.peers.send(peer, goodbye)]
+                return [sent for peer in self.peers.all_open for sent in self.peers.send(peer, Goodbye(peer=self.me))]
             case _:
                 assert_never(event)
 
@@ -266,9 +264,11 @@ class DecodeCore:
 
     # Peers -----------------------------------------------------------------------------------------------------------
 
-    def _connect_failed(self, event: ev.ConnectFailed) -> list[DecodeEffect]:
-        self.peers.open_failed(event.peer)
+    def _obstructed(self, event: ev.ConnectFailed | ev.LookUpRefused | ev.ConnectionObstructed) -> list[DecodeEffect]:
         self.instances.obstacles.note_obstacle(event)
+        if not isinstance(event, ev.ConnectFailed):
+            return []
+        self.peers.open_failed(event.peer)
         return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
 
     def _doubt(self, event: ev.ConnectionLost | ev.InstanceDoubted, now: float) -> list[DecodeEffect]:

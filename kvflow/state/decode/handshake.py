@@ -31,6 +31,7 @@ from kvflow.state.decode.declines import Declines
 from kvflow.state.decode.dialing import Dialing, HandshakeContext, Lookups
 from kvflow.state.decode.ended import Ended
 from kvflow.state.decode.instances import Declined, Instance, InstanceTable, Waiting, is_complete
+from kvflow.state.decode.issuers import IssuerProbes
 from kvflow.state.decode.offers import OffersMade
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import Room
@@ -80,6 +81,7 @@ class Instances:
         self._failure = context.failure
         self.obstacles = Obstacles(context)
         self.offers = OffersMade(context, self.obstacles)
+        self.issuers = IssuerProbes(context)
         self._waiting = UnconnectedRooms(context)
         self._dialing = Dialing(context)
         self._declines = Declines(context, self._dialing)
@@ -341,7 +343,8 @@ class Instances:
         is_wanted = instance.waiting or any(self._rooms.involve(peer) for peer in instance.peers)
         if not instance.refs or (not is_wanted and now >= instance.wanted_at + UNWANTED_S):
             return self._forget(instance, now)
-        return [*self._lookups.repeat(instance, now), *self._dialing.go_on(instance, now)]
+        looked_up = self._lookups.repeat(instance, now)
+        return [*looked_up, *self.issuers.probe(instance, looked_up, now), *self._dialing.go_on(instance, now)]
 
     def _forget(self, instance: Instance, now: float) -> list[DecodeEffect]:
         effects = self._dialing.forget(instance, now, keep=[])

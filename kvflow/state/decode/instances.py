@@ -17,7 +17,7 @@ from kvflow.state.events import ConnectedRank, InstanceAddress, InstanceFound, I
 from kvflow.state.tables import INSTANCE, InstanceSignal, InstanceState
 from kvflow.wire.messages import Failure, Hello, PeerId, RankAddress, RankRecord
 
-__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Waiting", "host_of", "is_complete"]
+__all__ = ["MAX_REFS", "Declined", "Instance", "InstanceTable", "Probed", "Waiting", "host_of", "is_complete"]
 
 MAX_REFS = 1_024
 """Maximum number of references that are remembered. Addresses at one host may not take more than is left."""
@@ -41,6 +41,13 @@ class Declined(NamedTuple):
     capability: str = ""
 
 
+class Probed(NamedTuple):
+    """The last probe of an address: the lookup of the newest room that waited then, and when it began."""
+
+    number: int
+    began_at: float
+
+
 class Instance:
     """One prefill instance, or an address whose instance is not known yet.
 
@@ -53,6 +60,7 @@ class Instance:
         found_by: Reference whose lookup returned `records`.
         began_at: When the handshake with them began.
         waiting: Rooms that wait for the handshake, or for another directory answer, by generation.
+        probed: Last probes of addresses that rooms wait on, see `kvflow.state.decode.issuers`.
         fails_at: Earliest deadline of the waiting rooms; None if none waits.
         failure: Why it is unreachable; None while rooms may wait for it.
         declined: Declined rooms that not all of its ranks have answered.
@@ -79,6 +87,7 @@ class Instance:
         self.hello_pause_s: dict[PeerId, float] = {}
         self.ranks: dict[int, ConnectedRank] = {}
         self.waiting: dict[int, Waiting] = {}
+        self.probed: dict[InstanceRef, Probed] = {}
         self.fails_at: float | None = None
         self.failure: Failure | None = None
         self.declined: OrderedDict[RoomId, Declined] = OrderedDict()

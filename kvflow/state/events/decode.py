@@ -22,6 +22,7 @@ from kvflow.wire.messages import (
 )
 
 __all__ = [
+    "AddressProbed",
     "ConnectFailed",
     "ConnectedRank",
     "ConnectionLost",
@@ -84,6 +85,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
         issuer: Incarnation of the prefill rank that issued the room's ticket, if there is one; no other incarnation may
             serve the room.
         capability: Proof to the prefill rank that this instance may receive the room; empty if there is none.
+        is_own_address: Whether the issuer itself listens at the address of `instance`.
     """
 
     room: RoomId
@@ -100,6 +102,7 @@ class ReceiveOpened(msgspec.Struct, frozen=True):
     issuer: PeerId | None = None
     is_announced: bool = False
     capability: str = ""
+    is_own_address: bool = False
 
 
 class ReceiveGranted(msgspec.Struct, frozen=True):
@@ -265,6 +268,18 @@ class ProbeFinished(msgspec.Struct, frozen=True):
     is_gone: bool
 
 
+class AddressProbed(msgspec.Struct, frozen=True):
+    """A probe of the address of a ticket has ended: whether every host of it refuses connections.
+
+    It began after the lookup with this number had been asked for. The address is only what a ticket says, so this
+    proves nothing about pages.
+    """
+
+    instance: InstanceAddress
+    number: int
+    is_refused: bool
+
+
 class PeerFenced(msgspec.Struct, frozen=True):
     """The transport has ensured that no write of a terminated process can still land."""
 
@@ -321,6 +336,7 @@ DecodeEvent = (
     | MessageReceived
     | NoticeDelivered
     | ProbeFinished
+    | AddressProbed
     | PeerFenced
     | Landed
     | FenceImpossible
