@@ -116,6 +116,17 @@ def test_what_needs_no_library_loads_none() -> None:
     assert {module.partition(".")[0] for module in loaded} == {"kvflow"}
 
 
+def test_commands_that_ask_ranks_load_little() -> None:
+    """Kubernetes runs them as probes, every few seconds in each pod."""
+    for command in ("health", "drain", "status"):
+        script = f"from kvflow.cli.main import main\nmain(['{command}'])\n{PRINT_MODULES}"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=100)
+        loaded = set(json.loads(done.stdout.splitlines()[-1])) - modules_after(*STANDARD)
+        foreign = {module.partition(".")[0] for module in loaded} - {"kvflow", *sys.stdlib_module_names}
+        assert foreign <= {"msgspec", "typing_extensions"}
+        assert "asyncio" not in loaded
+
+
 def test_what_is_loaded_can_be_seen() -> None:
     """The check can find violations; numpy itself loads only `ctypes`."""
     assert modules_after(*ALLOWED, *STANDARD) & IMPURE <= {"ctypes"}

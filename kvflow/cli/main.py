@@ -67,8 +67,10 @@ def _prepare(program: str, description: str, places: Mapping[str, str], words: S
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
     commands = add_actions(parser, "COMMAND")
-    for name, place in places.items():
-        module = import_module(place)
+    # The modules of some commands load libraries, which would take a probe longer than its work.
+    chosen = [name for name in words[:1] if name in places] or places
+    for name in chosen:
+        module = import_module(places[name])
         about = module.__doc__ or ""
         command = add_action(commands, name, about)
         module.add_arguments(command)
