@@ -17,8 +17,9 @@ from kvflow.directory import etcd, open_directory
 from kvflow.directory.following import Publication, Subscription
 from kvflow.directory.listings import Directory, Listing
 from kvflow.observe.logs import get_logger
+from tests.support.cluster import Cluster
 from tests.support.etcd_server import EtcdServer
-from tests.support.kubernetes_api import KubernetesAPI
+from tests.support.kubernetes_api import KubernetesAPI, slice_of
 from tests.support.waiting import until
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Etcd",
     "Files",
     "Kubernetes",
+    "KubernetesCluster",
     "System",
     "is_listed",
     "opened",
@@ -34,8 +36,8 @@ __all__ = [
     "watched",
 ]
 
-READY: Final = Listing(endpoint="tcp://127.0.0.1:7001", identity="first", lease_s=9.0)
-OTHER: Final = Listing(endpoint="tcp://127.0.0.1:7002", identity="second", lease_s=9.0)
+READY: Final = Listing(endpoint="tcp://192.0.2.1:7001", identity="first", lease_s=9.0)
+OTHER: Final = Listing(endpoint="tcp://192.0.2.1:7002", identity="second", lease_s=9.0)
 
 
 class System(ABC):
@@ -58,6 +60,10 @@ class System(ABC):
     @abstractmethod
     async def come_back(self) -> None:
         """Answer again, with what was listed before."""
+
+    async def close(self) -> None:
+        """End it."""
+        await self.go_down()
 
     def open(self) -> Directory:
         return open_directory(DirectoryURL.parse("registry", self.url))
@@ -83,6 +89,10 @@ class Files(System):
     async def go_down(self) -> None:
         self._folder.rename(self._folder.with_name("away"))
         self._folder.touch()
+
+    @override
+    async def close(self) -> None:
+        pass
 
     @override
     async def come_back(self) -> None:
@@ -128,6 +138,13 @@ class Etcd(System):
         await self._server.wait_until_ready()
 
 
+def pod_of(listing: Listing) -> tuple[int, dict[str, Any]]:
+    """Return the port and the pod of a slice which says what a listing does."""
+    host, _, port = listing.endpoint.removeprefix("tcp://").rpartition(":")
+    conditions = {"ready": not listing.draining, "serving": True, "terminating": listing.draining}
+    return int(port), {"name": "a", "uid": listing.identity, "address": host, "conditions": conditions}
+
+
 class Kubernetes(System):
     url = "kubernetes://inference/prefill"
 
@@ -137,10 +154,8 @@ class Kubernetes(System):
 
     @override
     async def list_instance(self, listing: Listing) -> None:
-        host, _, port = listing.endpoint.removeprefix("tcp://").rpartition(":")
-        conditions = {"ready": not listing.draining, "serving": True, "terminating": listing.draining}
-        pod = {"name": "a", "uid": listing.identity, "address": host, "conditions": conditions}
-        self.api.put_slice("prefill-1", "prefill", int(port), pod)
+        port, pod = pod_of(listing)
+        self.api.put_slice("prefill-1", "prefill", port, pod)
 
     @override
     async def write_nonsense(self) -> None:
@@ -158,9 +173,59 @@ class Kubernetes(System):
         self.api.write_kubeconfig(self._folder)
 
 
+class KubernetesCluster(System):
+    """The API server itself."""
+
+    url = "kubernetes://inference/prefill"
+
+    def __init__(self, folder: Path) -> None:
+        self._cluster = Cluster(folder)
+        self._folder = folder
+        self._has_started = False
+
+    @override
+    async def list_instance(self, listing: Listing) -> None:
+        port, pod = pod_of(listing)
+        await self._apply(slice_of("prefill-1", "prefill", port, pod))
+
+    @override
+    async def write_nonsense(self) -> None:
+        await self._apply(slice_of("decode-1", "decode", 1, {"name": "another service"}))
+        await self._apply(slice_of("prefill-3", "prefill", 1, {"name": "no such port"}, port_name="other"))
+
+    async def _apply(self, described: dict[str, Any]) -> None:
+        file = self._folder / "slice.json"
+        file.write_bytes(msgspec.json.encode(described))
+        await self._cluster.run_kubectl("apply", "--server-side", f"--filename={file}")
+
+    @override
+    async def go_down(self) -> None:
+        self._cluster.kill_api()
+
+    @override
+    async def close(self) -> None:
+        self._cluster.kill()
+
+    @override
+    async def come_back(self) -> None:
+        if self._has_started:
+            self._cluster.start_api()
+            await self._cluster.wait_until_ready()
+            return
+        self._has_started = True
+        await self._cluster.start()
+        await self._cluster.run_kubectl("create", "namespace", "inference")
+        (self._folder / "kubeconfig").symlink_to(self._cluster.kubeconfig)
+
+
 @asynccontextmanager
 async def opened(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[System]:
-    kinds: dict[str, Callable[[Path], System]] = {"file": Files, "etcd": Etcd, "kubernetes": Kubernetes}
+    kinds: dict[str, Callable[[Path], System]] = {
+        "file": Files,
+        "etcd": Etcd,
+        "kubernetes": Kubernetes,
+        "cluster": KubernetesCluster,
+    }
     system = kinds[kind](folder)
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     if not isinstance(system, Files):
@@ -168,8 +233,7 @@ async def opened(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> As
     try:
         yield system
     finally:
-        if not isinstance(system, Files):
-            await system.go_down()
+        await system.close()
 
 
 Changes = list[tuple[str, Listing | None]]

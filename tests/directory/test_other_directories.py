@@ -13,13 +13,21 @@ from kvflow.directory import etcd, file, open_directory
 from kvflow.errors import ConfigError
 from tests.directory.systems import OTHER, READY, System, is_listed, opened, published, watched
 from tests.observe.lines import printed
+from tests.support.cluster import NEEDS_CLUSTER
 from tests.support.etcd_server import NEEDS_ETCD
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["file", pytest.param("etcd", marks=NEEDS_ETCD), "kubernetes"])
+@pytest.fixture(
+    params=[
+        "file",
+        pytest.param("etcd", marks=NEEDS_ETCD),
+        "kubernetes",
+        pytest.param("cluster", marks=[NEEDS_CLUSTER, pytest.mark.slow]),
+    ]
+)
 async def system(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[System]:

@@ -46,14 +46,22 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         admin: Directory for the rank's socket.
         num_lanes: Requests that fit into its pool.
         announce: Where it announces itself while it is ready, "host:port"; None for nowhere.
+        host: Address of everything.
+        control_port: Port of the rank, if it is for prefill; 0 for a free one.
+        registry: As in `kvflow.RankConfig`.
+        keys: Directory with its keys; None for none.
     """
 
     role: str
     instance: str
     port: int
-    admin: str
+    admin: str | bool = True
     num_lanes: int = 32
     announce: str | None = None
+    host: str = "127.0.0.1"
+    control_port: int = 0
+    registry: str | None = None
+    keys: str | None = None
 
 
 class State(msgspec.Struct, frozen=True):
@@ -153,7 +161,9 @@ class PrefillServer(OpenAIServer[kvflow.PrefillRank]):
         ticket = self._rank.ticket("any")
         return {
             "text": "",
-            "kv_transfer_params": reply(ticket, room, request_id=room, num_tokens=NUM_TOKENS, prompt=""),
+            "kv_transfer_params": reply(
+                ticket, room, request_id=room, num_tokens=NUM_TOKENS, prompt="", trust=self._rank.config.trust
+            ),
         }
 
     async def _send(self, room: str, number: int, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -200,7 +210,7 @@ class DecodeServer(OpenAIServer[kvflow.DecodeRank]):
 
 async def announce(options: ServerOptions, rank: kvflow.PrefillRank | kvflow.DecodeRank) -> None:
     """Announce the server to vLLM's router every second, as vLLM's own connectors do, as long as its rank is ready."""
-    kind, http = options.role[0].upper(), f"127.0.0.1:{options.port}"
+    kind, http = options.role[0].upper(), f"{options.host}:{options.port}"
     message = msgspec.msgpack.encode({"type": kind, "http_address": http, "zmq_address": http})
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -217,22 +227,24 @@ async def main(options: ServerOptions) -> None:
     common: dict[str, Any] = {
         "instance": options.instance,
         "backend": "nixl",
-        "trust": kvflow.Trust.none(),
+        "trust": kvflow.Trust.none() if options.keys is None else kvflow.load_trust(options.keys),
         "admin": options.admin,
         "timeouts": TIMEOUTS,
+        "registry": options.registry,
     }
     rank: kvflow.PrefillRank | kvflow.DecodeRank
     if options.role == "prefill":
-        rank = kvflow.PrefillRank(kvflow.PrefillConfig(bind="tcp://127.0.0.1:0", **common), layout_of(pool))
+        bind = f"tcp://{options.host}:{options.control_port}"
+        rank = kvflow.PrefillRank(kvflow.PrefillConfig(bind=bind, **common), layout_of(pool))
     else:
-        rank = kvflow.DecodeRank(kvflow.DecodeConfig(**common), layout_of(pool))
+        rank = kvflow.DecodeRank(kvflow.DecodeConfig(advertise=options.host, **common), layout_of(pool))
     async with rank, anyio.create_task_group() as tasks:
         server = make_server(rank, pool, tasks)
         application = web.Application()
         application.add_routes(server.routes())
         runner = web.AppRunner(application, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", options.port).start()
+        await web.TCPSite(runner, options.host, options.port).start()
         if options.announce is not None:
             tasks.start_soon(announce, options, rank)
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:

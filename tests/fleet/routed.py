@@ -26,7 +26,7 @@ from tests.fleet.openai_server import CLOSED, MODEL, ServerOptions, State, promp
 from tests.support.ports import unused_port
 from tests.support.waiting import until
 
-__all__ = ["RoutedFleet", "open_routed"]
+__all__ = ["Clients", "RoutedFleet", "http_client", "open_routed"]
 
 ANSWER_S: Final = 60.0
 """How long a request may take before it counts as stuck."""
@@ -43,13 +43,11 @@ OF_SERVER: Final = re.compile(r'"type": "(\w+)"')
 OF_ROUTER: Final = re.compile(r'"code":"(\w+)"|(Network error|No available workers|No eligible P/D pair)')
 
 
-class RoutedFleet:
-    """Servers by name: "prefill-0", "decode-0" and so on.
+class Clients:
+    """Clients of a router, which check its answers.
 
     Args:
-        place: Directory for logs and the sockets of ranks.
         client: For all requests.
-        announce: Where the servers announce themselves, "host:port"; None for nowhere.
 
     Attributes:
         router: URL of the router.
@@ -57,13 +55,63 @@ class RoutedFleet:
         refusals: Refusals by what they are called.
     """
 
-    def __init__(self, place: Path, client: aiohttp.ClientSession, announce: str | None) -> None:
-        self._place, self._client, self._announce = place, client, announce
-        self._servers: dict[str, Server] = {}
+    def __init__(self, client: aiohttp.ClientSession) -> None:
+        self._client = client
         self._numbers = 0
         self.router = ""
         self.answered = 0
         self.refusals = Counter[str]()
+
+    async def until_answered(self, number: int) -> None:
+        """Wait until there were so many right answers."""
+        await until(lambda: self.answered >= number)
+
+    async def load(self, at_once: int, over: anyio.Event) -> None:
+        """Keep a number of requests open until an event."""
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(self._keep_asking, over)
+
+    async def _keep_asking(self, over: anyio.Event) -> None:
+        while not over.is_set():
+            number = self._numbers = self._numbers + 1
+            is_over = False
+            while not is_over:
+                is_over = await self._ask(number)
+                await anyio.sleep(0.0 if is_over else PAUSE_S)
+
+    async def _ask(self, number: int) -> bool:
+        """Ask once; return whether there was an answer."""
+        body = {"model": MODEL, "prompt": prompt_of(number), "max_tokens": 4}
+        async with self._client.post(f"{self.router}/v1/completions", json=body) as answer:
+            status, said = answer.status, await answer.text()
+        if status == 200:
+            assert json.loads(said)["choices"][0]["text"] == text_of(number), said
+            self.answered += 1
+            return True
+        assert status >= 500, said
+        self.refusals[type_in(said)] += 1
+        return False
+
+    async def state_of(self, url: str) -> State:
+        """Return what a server says of itself."""
+        async with self._client.get(f"{url}/state") as answer:
+            return msgspec.json.decode(await answer.read(), type=State)
+
+
+class RoutedFleet(Clients):
+    """Servers by name: "prefill-0", "decode-0" and so on.
+
+    Args:
+        place: Directory for logs and the sockets of ranks.
+        client: For all requests.
+        announce: Where the servers announce themselves, "host:port"; None for nowhere.
+    """
+
+    def __init__(self, place: Path, client: aiohttp.ClientSession, announce: str | None) -> None:
+        super().__init__(client)
+        self._place, self._announce = place, announce
+        self._servers: dict[str, Server] = {}
 
     def url_of(self, name: str) -> str:
         """Return the URL of a server, which it keeps when it is replaced."""
@@ -117,8 +165,7 @@ class RoutedFleet:
 
     async def state(self, name: str) -> State:
         """Return what a server says of itself."""
-        async with self._client.get(f"{self.url_of(name)}/state") as answer:
-            return msgspec.json.decode(await answer.read(), type=State)
+        return await self.state_of(self.url_of(name))
 
     async def until_used(self, *names: str) -> None:
         """Wait until servers have answered requests since they were started."""
@@ -129,7 +176,7 @@ class RoutedFleet:
         """Wait until the router sends a server nothing any more, and it has finished what it had."""
         while True:
             before = await self.state(name)
-            await self._until_answered(self.answered + AFTERWARDS)
+            await self.until_answered(self.answered + AFTERWARDS)
             after = await self.state(name)
             if after.asked == before.asked and not after.held:
                 return
@@ -140,39 +187,9 @@ class RoutedFleet:
             if not server.has_ended():
                 await self._until(name, lambda state: not state.held)
 
-    async def _until_answered(self, number: int) -> None:
-        await until(lambda: self.answered >= number)
-
     async def _until(self, name: str, condition: Callable[[State], object]) -> None:
         while not condition(await self.state(name)):  # noqa: ASYNC110 - it depends on another process
             await anyio.sleep(PAUSE_S)
-
-    async def load(self, at_once: int, over: anyio.Event) -> None:
-        """Keep a number of requests open until an event."""
-        async with anyio.create_task_group() as tasks:
-            for _ in range(at_once):
-                tasks.start_soon(self._keep_asking, over)
-
-    async def _keep_asking(self, over: anyio.Event) -> None:
-        while not over.is_set():
-            number = self._numbers = self._numbers + 1
-            is_over = False
-            while not is_over:
-                is_over = await self._ask(number)
-                await anyio.sleep(0.0 if is_over else PAUSE_S)
-
-    async def _ask(self, number: int) -> bool:
-        """Ask once; return whether there was an answer."""
-        body = {"model": MODEL, "prompt": prompt_of(number), "max_tokens": 4}
-        async with self._client.post(f"{self.router}/v1/completions", json=body) as answer:
-            status, said = answer.status, await answer.text()
-        if status == 200:
-            assert json.loads(said)["choices"][0]["text"] == text_of(number), said
-            self.answered += 1
-            return True
-        assert status >= 500, said
-        self.refusals[type_in(said)] += 1
-        return False
 
 
 def type_in(said: str) -> str:
@@ -185,11 +202,16 @@ def type_in(said: str) -> str:
     return found[1] or found[2]
 
 
+def http_client() -> aiohttp.ClientSession:
+    """Return a client for any number of requests, each with a connection of its own."""
+    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=ANSWER_S)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+
 @asynccontextmanager
 async def open_routed(place: Path, names: list[str], *, announce: str | None = None) -> AsyncIterator[RoutedFleet]:
     """Start servers, and end their processes with the block. The router is for the caller to start."""
-    connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=ANSWER_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+    async with http_client() as client:
         fleet = RoutedFleet(place, client, announce)
         try:
             await fleet.start(*names)

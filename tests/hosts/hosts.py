@@ -10,6 +10,7 @@ go down. A namespace lives as long as the process that holds it, and this proces
 closed. Nothing is left behind, however the test process ends.
 """
 
+import ctypes
 import dataclasses
 import itertools
 import os
@@ -17,8 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
@@ -135,10 +136,27 @@ class Namespace:
         """
         return run([*self.enter(), *command])
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this thread, and the processes and threads that it starts, use this network in the block."""
+        network = Path("ns/net")
+        with ("/proc/thread-self" / network).open() as before, (Path("/proc", self.pid) / network).open() as there:
+            _use_network(there.fileno())
+            try:
+                yield
+            finally:
+                _use_network(before.fileno())
+
     def close(self) -> None:
         """Release the namespace; the kernel removes it when no process uses it any more."""
         self._holder.kill()
         self._holder.communicate()
+
+
+def _use_network(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, 0):
+        raise HostsUnavailable(f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}")
 
 
 class TwoHosts:

@@ -31,12 +31,13 @@ class EtcdServer:
         folder: For its data.
         options: More options of etcd.
         scheme: "https" if they say so.
+        tools: Directories in which it is looked for.
     """
 
-    def __init__(self, folder: Path, *options: str, scheme: str = "http") -> None:
+    def __init__(self, folder: Path, *options: str, scheme: str = "http", tools: str = TOOLS) -> None:
         self.port, peers = unused_port(), unused_port()
         url = f"{scheme}://127.0.0.1:{self.port}"
-        program = shutil.which("etcd", path=TOOLS)
+        program = shutil.which("etcd", path=tools)
         assert program is not None
         self._command = [
             *(program, f"--data-dir={folder / 'etcd'}", f"--listen-peer-urls=http://127.0.0.1:{peers}"),

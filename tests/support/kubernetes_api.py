@@ -1,7 +1,8 @@
 """The part of a Kubernetes API server that directories use: the endpoints of a service are listed, then watched.
 
 It does what the real one does: versions, watches from a version on, 410 for versions that are not kept any more, and
-watches that end after a while. There is no package of the real one that could be installed.
+watches that end after a while. There is no package of the real one that could be installed; where it is installed,
+`tests.support.cluster` starts it.
 """
 
 import asyncio
@@ -12,9 +13,28 @@ from typing import Any, Final
 
 from aiohttp import web
 
-__all__ = ["KubernetesAPI"]
+__all__ = ["KubernetesAPI", "slice_of"]
 
 PATH: Final = "/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+
+
+def slice_of(name: str, service: str, port: int, *pods: Mapping[str, Any], port_name: str = "kvflow") -> dict[str, Any]:
+    """Return a slice with pods: name, uid, address, and conditions."""
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": name, "namespace": "inference", "labels": {"kubernetes.io/service-name": service}},
+        "addressType": "IPv4",
+        "ports": [{"name": "http", "port": 8000}, {"name": port_name, "port": port}],
+        "endpoints": [
+            {
+                "addresses": [pod.get("address", "192.0.2.7")],
+                "conditions": pod.get("conditions", {"ready": True}),
+                "targetRef": {"kind": "Pod", "name": pod["name"], "uid": pod.get("uid", "1")},
+            }
+            for pod in pods
+        ],
+    }
 
 
 class KubernetesAPI:
@@ -73,23 +93,9 @@ class KubernetesAPI:
     def put_slice(
         self, name: str, service: str, port: int, *pods: Mapping[str, Any], port_name: str = "kvflow"
     ) -> None:
-        """Store a slice with pods: name, uid, address, and conditions."""
+        """Store a slice, as `slice_of` makes it."""
         kind = "MODIFIED" if name in self.slices else "ADDED"
-        self.slices[name] = {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {"name": name, "namespace": "inference", "labels": {"kubernetes.io/service-name": service}},
-            "addressType": "IPv4",
-            "ports": [{"name": "http", "port": 8000}, {"name": port_name, "port": port}],
-            "endpoints": [
-                {
-                    "addresses": [pod.get("address", "127.0.0.1")],
-                    "conditions": pod.get("conditions", {"ready": True}),
-                    "targetRef": {"kind": "Pod", "name": pod["name"], "uid": pod.get("uid", "1")},
-                }
-                for pod in pods
-            ],
-        }
+        self.slices[name] = slice_of(name, service, port, *pods, port_name=port_name)
         self._note(kind, self.slices[name])
 
     def remove_slice(self, name: str) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
@@ -13,7 +14,7 @@ import pytest
 from kvflow.cli.serve.server import Server, ServerFailed
 from tests.support.ports import unused_port
 
-__all__ = ["empty_smg", "smg", "vllm_router", "vllm_router_of_announced", "workers_of"]
+__all__ = ["empty_smg", "router_of_pods", "smg", "vllm_router", "vllm_router_of_announced", "workers_of"]
 
 CACHE: Final = Path(__file__).parents[3] / ".cache" / "routers"
 ROUTER_READY_S: Final = 60.0
@@ -54,6 +55,17 @@ async def vllm_router(
 async def vllm_router_of_announced(address: str, logs: Path) -> AsyncIterator[str]:
     """Run vLLM's own router with the servers that announce themselves at an address, "host:port"; yield its URL."""
     async with _running("vllm-router", [*_vllm_options("nixl"), "--vllm-discovery-address", address], logs) as url:
+        yield url
+
+
+@asynccontextmanager
+async def router_of_pods(name: str, namespace: str, kubeconfig: Path, logs: Path) -> AsyncIterator[str]:
+    """Run "vllm-router" or "smg" with the pods of a Kubernetes cluster, by their labels; yield its URL."""
+    found = ["--service-discovery", "--service-discovery-namespace", namespace, "--service-discovery-port", "8000"]
+    for role in ("prefill", "decode"):
+        found += [f"--{role}-selector", f"kvflow.io/role={role}"]
+    options = _vllm_options("nixl") if name == "vllm-router" else _smg_options()
+    async with _running(name, [*options, *found], logs, environment={"KUBECONFIG": str(kubeconfig)}) as url:
         yield url
 
 
@@ -103,13 +115,20 @@ async def workers_of(client: aiohttp.ClientSession, router: str) -> dict[str, di
 
 
 @asynccontextmanager
-async def _running(name: str, arguments: Sequence[str], logs: Path, *, ready: str = "/health") -> AsyncIterator[str]:
+async def _running(
+    name: str,
+    arguments: Sequence[str],
+    logs: Path,
+    *,
+    ready: str = "/health",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> AsyncIterator[str]:
     program = CACHE / name / "bin" / name
     if not program.exists():
         pytest.skip(f"{name} is not installed; run `make test-vllm`")
     port = unused_port()
     command = [str(program), *arguments, "--host", "127.0.0.1", "--port", str(port)]
-    router = Server(name, command, {}, url=f"http://127.0.0.1:{port}", log=logs / f"{name}.log")
+    router = Server(name, command, environment, url=f"http://127.0.0.1:{port}", log=logs / f"{name}.log")
     router.start()
     try:
         async with aiohttp.ClientSession() as client:
