@@ -73,20 +73,8 @@ class SmallWorld(World):
 
     def fingerprint(self) -> bytes:
         """Return a digest that is equal for worlds with the same possible futures."""
-        cores = [core for core in (*self.prefill, *self.decode) if core is not None]
-        due = [sorted(core.timers._due.values(), key=lambda entry: entry[:2]) for core in cores]
-        timers = [[(when, key) for when, _, key in entries] for entries in due]
         unordered = {name: sorted(table.items()) for name, table in self.__dict__.items() if name in UNORDERED}
-        held = []
-        for core in (*self.prefill, *self.decode):
-            if core is not None:
-                held.append((core, core.timers))
-                core.timers = None  # type: ignore[assignment] # covered by `timers`, regardless of insertion order
-        try:
-            return fingerprint([self.__dict__ | unordered | {"_timers": timers, "_prefill_settings": None}])
-        finally:
-            for core, kept in held:
-                core.timers = kept
+        return fingerprint([self.__dict__ | unordered | {"_prefill_settings": None}])
 
     # What may happen -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from kvflow.state.timers import Timers
+
 __all__ = ["copied", "fingerprint"]
 
 SCALARS = (int, float, str, bytes, type(None))
@@ -210,7 +212,15 @@ def _divider_of(kind: type) -> Divider:
     if issubclass(kind, msgspec.Struct):
         fields = kind.__struct_fields__
         return lambda item: (name, [getattr(item, field) for field in fields])
+    if issubclass(kind, Timers):
+        return _divide_timers
     return functools.partial(_divide_object, name, _slots(kind))
+
+
+def _divide_timers(item: "Timers[Any]") -> tuple[str, list[Any]]:
+    """Return what is due, in order. How often each timer was set before makes no difference to what can happen."""
+    due = sorted(item._due.values(), key=lambda entry: entry[:2])
+    return f"Timers{len(due)}", [part for when, _, key in due for part in (when, key)]
 
 
 def _divide_object(name: str, slots: tuple[str, ...], item: Any) -> tuple[str, list[Any]]:
