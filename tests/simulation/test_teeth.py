@@ -96,12 +96,11 @@ RARE: Final = (
     "slots_of_writes_that_linger_are_used_again",
     "windows_of_the_lost_go_to_others_without_a_proof",
     "ports_are_refused_while_bytes_may_still_land",
-    "empty_notices_overtake_pieces",
-    "ranks_that_leave_end_writes_that_go_on",
     "rooms_are_announced_once",
     "declines_of_announced_rooms_are_not_heard",
 )
-"""Faults that need several rare events in one order. Seeds find them, but too rarely for a test."""
+"""Those that need several rare events in one order, among the faults that a scenario finds. Seeds find them too rarely
+for a test."""
 
 
 def is_found_by(evidence: int | str) -> bool:
@@ -120,6 +119,11 @@ def is_found_by_any(seeds: Iterable[int]) -> bool:
     return any(is_found_by(seed) for seed in seeds)
 
 
+def is_staged(fault: Fault) -> bool:
+    """Return whether a scenario finds the fault, not a seed."""
+    return isinstance(EVIDENCE[fault.__name__], str)
+
+
 def name_of(fault: Fault) -> str:
     return fault.__name__.replace("_", " ")
 
@@ -132,9 +136,9 @@ def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)  # runs hundreds of seeds, perhaps on a busy machine
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.__name__ not in RARE], ids=name_of)
+@pytest.mark.parametrize("fault", [one for one in FAULTS if is_staged(one) and one.__name__ not in RARE], ids=name_of)
 def test_fault_is_found_by_what_is_drawn(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above finds all others by what is drawn, too."""
     fault(monkeypatch)
     assert is_found_by_any(DRAWN)
 
