@@ -20,9 +20,10 @@ VENV := .venv
 # Tests start many processes, and each would compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
-# Many tests mostly wait, so that one more process than cores keeps the cores busy.
-PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# Many tests mostly wait, so that more processes than cores keep the cores busy.
+MORE := 1
+PYTEST = PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + $(MORE)) \
+	$(BIN)/pytest --numprocesses auto --maxprocesses $$(expr 3 + $(MORE)) --dist worksteal
 
 .PHONY: audit lock mutants demo site test test-all test-pythons test-device test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
@@ -31,6 +32,8 @@ demo: install
 
 test: install lint type imports unit
 
+# Its slow tests wait longer.
+test-all: MORE := 3
 test-all: install lint type imports audit site test-pythons
 	sh scripts/unpack-package.sh prometheus prometheus .cache/prometheus
 	sh scripts/unpack-package.sh etcd-server etcd .cache/etcd

@@ -3,13 +3,14 @@
 import asyncio
 import atexit
 import gc
+import itertools
 import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,9 @@ from tests.support.distributions import add_ascend
 from tests.support.examples import QUICK, THOROUGH
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes already keep all cores busy; torch's threads would spin
+
+EARLY: Final = 0.8
+"""Share of a run in which its longest tests begin."""
 
 RUNTIME_DIRECTORY = tempfile.mkdtemp(prefix="kvflow-tests-")
 """For the sockets of ranks and files about incidents, so that tests neither see nor remove those of others."""
@@ -47,6 +51,24 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.set_threshold(5_000)
     gc.enable()
     return collected
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread tests on two hosts, which mostly wait, among modules that keep the cores busy meanwhile.
+
+    Each process takes tests that follow each other. None of these comes late, when other processes would wait for it.
+    """
+    waiting = [item for item in items if item.get_closest_marker("hosts")]
+    others = [item for item in items if not item.get_closest_marker("hosts")]
+    items.clear()
+    placed = 0
+    for _, module in itertools.groupby(others, key=lambda item: item.path):
+        due = int(len(waiting) * (len(items) - placed) / (EARLY * len(others)))
+        items += waiting[placed:due]
+        placed = max(placed, min(due, len(waiting)))
+        items += module
+    items += waiting[placed:]
 
 
 @pytest.hookimpl(wrapper=True)
