@@ -16,7 +16,7 @@ from tests.attack.insiders import under_way
 from tests.support.instances import decode_config, deploy, make_pool
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SILENT = 5_000
 FREE = 60

@@ -70,7 +70,6 @@ class TestSharedNixl(SharedContract):
     impatient = IMPATIENT
 
 
-@pytest.mark.timeout(180)
 class TestMooncake(WriteContract, PeerContract, ProcessContract):
     """100,000 descriptors in one post take Mooncake seconds, and most of a minute when all cores are busy."""
 
@@ -106,7 +105,6 @@ class TestMemoryInTorch(BackendContract):
 
 @pytest.mark.anyio
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("contract", [TestMemory, TestNixl, TestMooncake])
 async def test_the_longest_posts_arrive(contract: type[WriteContract]) -> None:
     """As many pieces and as many bytes as a rank posts at once by default (`Limits.bytes_per_post`), and more."""

@@ -6,8 +6,6 @@ import pytest
 
 from tests.backends.last_bytes import kill_writers
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     "settings", [pytest.param({}, id="default", marks=pytest.mark.slow), pytest.param({"UCX_TLS": "tcp"}, id="tcp")]

@@ -109,7 +109,6 @@ QUICK = {"left open while writes run"}
 """The way that runs without `slow`: the library's threads are busy when the process ends."""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("way", slow_except(QUICK, WAYS))
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 async def test_a_process_ends_as_it_wants_and_prints_nothing(backend: str, way: str) -> None:

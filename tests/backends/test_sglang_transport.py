@@ -204,7 +204,6 @@ class TestNixl(OverTransportContract, BackendContract):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 class TestMooncake(OverTransportContract, BackendContract):
     backend = "mooncake"
     timeout_s = 150.0

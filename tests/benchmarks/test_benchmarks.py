@@ -24,8 +24,6 @@ from benchmarks.limits import LIMITS
 from benchmarks.rows import Measured, Tail, compare, rows_as_json
 from tests.support.distributions import build_wheel, unpack
 
-pytestmark = pytest.mark.timeout(180)  # some start processes, which is slow when all cores are busy
-
 Run = Callable[..., list[dict[str, Any]]]
 
 PIGEON = """

@@ -20,8 +20,6 @@ from benchmarks.pair.processes import open_pair
 from benchmarks.rows import Measured, Row, Tail, compare, grouped, percentile, rows_as_json, rows_as_table
 from tests.support.slow import slow_except
 
-pytestmark = pytest.mark.timeout(120)  # busy-waiting loops are slow when all cores are busy
-
 SMALL = ["--rounds", "2", "--pool-megabytes", "1"]
 
 REQUESTS = Measured(bench="b", group="g", case="c", quantity="requests", unit="1/s", better="higher")

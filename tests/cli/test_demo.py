@@ -58,7 +58,6 @@ def check(output: str, **expected: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(3, 1), (1, 3), (3, 3), (6, 3)])
 def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: int) -> None:
     code, out, err = run_demo(
@@ -78,7 +77,6 @@ def test_tiny_model_over_nixl_between_two_processes(prefill_tp: int, decode_tp: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_tiny_model_over_mooncake_between_two_processes() -> None:
     prompt = ("--prompt", "x" * TINY_PROMPT_TOKENS, "--tokens", "12")
     code, out, err = run_demo("--model", "tiny", "--backend", "mooncake", "--json", *prompt)
@@ -100,7 +98,6 @@ def test_a_request_moves_to_another_server_while_it_is_answered(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_smollm2_goes_on_in_another_process_in_the_middle_of_a_sentence(backend: str) -> None:
     code, out, err = run_demo("--migrate", "--backend", backend, "--json")
@@ -120,7 +117,6 @@ def test_a_text_that_ends_early_does_not_move(capsys: pytest.CaptureFixture[str]
     assert "none: the text was complete before" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("num_chunks", [pytest.param(4, marks=pytest.mark.slow), pytest.param(MARGIN, id="last chunk")])
 def test_a_text_goes_on_where_it_was_if_the_other_server_is_killed(
     num_chunks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -160,7 +156,6 @@ def test_a_text_goes_on_where_it_was_if_the_other_server_is_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_smollm2_over_nixl_between_two_processes() -> None:
     code, out, err = run_demo("--json")
     assert (code, err) == (0, "")
@@ -170,7 +165,6 @@ def test_smollm2_over_nixl_between_two_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_example_hands_a_request_over_between_two_managers_of_transformers() -> None:
     code, out, _ = run(str(Path(__file__).parents[2] / "examples/transformers_managers.py"))
     assert code == 0
@@ -178,7 +172,6 @@ def test_example_hands_a_request_over_between_two_managers_of_transformers() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_model_of_a_directory() -> None:
     code, out, _ = run_demo("--model", str(prepare_smollm2()), "--json", "--prompt", "Hello", "--tokens", "3")
     assert code == 0

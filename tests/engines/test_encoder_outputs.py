@@ -30,7 +30,7 @@ from kvflow.cli.tasks import open_tasks
 from kvflow.state.tables import PeerState
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 
 WIDTH, PAGE_ROWS, IMAGE_ROWS, IMAGE_TOKEN = 64, 12, 16, 127
 FINGERPRINT = "clip"

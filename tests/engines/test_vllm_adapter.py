@@ -347,7 +347,6 @@ def test_caches_on_a_device_are_read_after_its_events(
         assert target.tokens(DECODE)[:PROMPT] == list(range(1, PROMPT + 1))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("pair", [{"patience_s": 600.0}], ids=["patient"], indirect=True)
 def test_step_that_computes_nothing_waits_for_the_end_of_a_request(pair: tuple[Server, Server]) -> None:
     source, target = pair

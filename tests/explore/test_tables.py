@@ -205,7 +205,6 @@ def rows_read(worlds: tuple[Setup, ...], monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_rows_that_are_tried_are_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows_read(ANY, monkeypatch) == {name: set(rows.split(", ")) for name, rows in REACHED.items()}
 

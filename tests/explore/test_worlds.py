@@ -34,7 +34,6 @@ def check(setup: Setup) -> Exploration:
     return found
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", slow_except(QUICK, WORLDS))
 def test_no_promise_is_broken(world: str) -> None:
     check(WORLDS[world])

@@ -99,7 +99,6 @@ def test_partition_of_1_s_fails_nothing(deploy: Deploy) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_pages_cross_the_network(deploy: Deploy, backend: str) -> None:
     deployment = deploy(backend=backend)
     before = deployment.net.num_bytes_from("a")
@@ -113,7 +112,6 @@ def test_pages_cross_the_network(deploy: Deploy, backend: str) -> None:
 
 
 @slow
-@pytest.mark.timeout(120)
 def test_mooncake_needs_no_options(deploy: Deploy) -> None:
     deployment = deploy(backend="mooncake", needs_options=False)
     assert_served(deployment, deployment.mark("steady"), observed_s=3.0)
@@ -121,7 +119,6 @@ def test_mooncake_needs_no_options(deploy: Deploy) -> None:
 
 @slow
 @pytest.mark.parametrize("by_name", [False, True], ids=["addresses", "names"])
-@pytest.mark.timeout(120)
 def test_hosts_without_ipv4(deploy: Deploy, by_name: bool) -> None:
     deployment = deploy(is_ipv6=True, by_name=by_name)
     assert_served(deployment, deployment.mark("steady"), observed_s=3.0)
@@ -129,7 +126,6 @@ def test_hosts_without_ipv4(deploy: Deploy, by_name: bool) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_200_mbit(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend, rate=10.0)
     started = deployment.mark("200 Mbit/s")
@@ -138,7 +134,6 @@ def test_200_mbit(deploy: Deploy, backend: str) -> None:
 
 
 @slow
-@pytest.mark.timeout(120)
 def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
     """TCP retransmits until it has adapted to the longer round trip: for seconds, on a busy machine."""
     deployment = steady(deploy, rate=5.0)
@@ -151,7 +146,6 @@ def test_one_direction_takes_50_ms(deploy: Deploy) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(240)
 def test_pages_are_safe_after_a_partition(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend)
     healed = faults.partition(deployment, 15.0)
@@ -159,7 +153,6 @@ def test_pages_are_safe_after_a_partition(deploy: Deploy, backend: str) -> None:
 
 
 @slow
-@pytest.mark.timeout(120)
 def test_registry_connection_of_prefill_is_swallowed(deploy: Deploy) -> None:
     """A decode rank that starts later has to find prefill."""
     deployment = steady(deploy, registry_on="b")
@@ -172,7 +165,6 @@ def test_registry_connection_of_prefill_is_swallowed(deploy: Deploy) -> None:
 
 
 @slow
-@pytest.mark.timeout(120)
 def test_registry_connection_of_decode_is_swallowed(deploy: Deploy) -> None:
     """Decode has to find the replacement of a prefill rank."""
     deployment = steady(deploy, registry_on="a")
@@ -184,7 +176,6 @@ def test_registry_connection_of_decode_is_swallowed(deploy: Deploy) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_killed_prefill_is_noticed(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend)
     killed = faults.kill_for_good(deployment)
@@ -196,7 +187,6 @@ def test_killed_prefill_is_noticed(deploy: Deploy, backend: str) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_pages_of_a_killed_prefill_come_back(deploy: Deploy, backend: str) -> None:
     """Decode sees the connections end after the last byte."""
     deployment = steady(deploy, backend=backend)
@@ -206,7 +196,6 @@ def test_pages_of_a_killed_prefill_come_back(deploy: Deploy, backend: str) -> No
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_pages_do_not_wait_for_a_neighbour_of_a_killed_prefill(deploy: Deploy, backend: str) -> None:
     """The connections of a living instance on the same host stay open."""
     deployment = steady(deploy, backend=backend, has_neighbour=True)
@@ -227,7 +216,6 @@ def test_pages_do_not_wait_for_a_neighbour_of_a_killed_prefill(deploy: Deploy, b
         ("stop-decode", 40.0),
     ],
 )
-@pytest.mark.timeout(240)
 def test_no_page_needs_an_operator_after(deploy: Deploy, backend: str, fault: str, duration_s: float) -> None:
     deployment = steady(deploy, backend=backend, registry_on="b" if fault == "power-off" else "a")
     over = faults.FAULTS[fault](deployment, duration_s)
@@ -248,7 +236,6 @@ def test_no_page_needs_an_operator_after(deploy: Deploy, backend: str, fault: st
         ("power-off", 6.0, RECOVERY_S),
     ],
 )
-@pytest.mark.timeout(240)
 def test_full_service_is_back_after(deploy: Deploy, backend: str, fault: str, duration_s: float, due_s: float) -> None:
     deployment = steady(deploy, backend=backend, registry_on="b" if fault == "power-off" else "a")
     over = faults.FAULTS[fault](deployment, duration_s)
@@ -257,7 +244,6 @@ def test_full_service_is_back_after(deploy: Deploy, backend: str, fault: str, du
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_drained_close_leaves_no_quarantine(deploy: Deploy, backend: str) -> None:
     deployment = steady(deploy, backend=backend)
     deployment.router.rate, deployment.router.max_open = CLOSING_RATE, CLOSING_OPEN
@@ -273,7 +259,6 @@ def test_drained_close_leaves_no_quarantine(deploy: Deploy, backend: str) -> Non
 
 @slow
 @both
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_close_under_load_leaves_no_quarantine(deploy: Deploy, backend: str, role: str) -> None:
     deployment = steady(deploy, backend=backend)
@@ -288,7 +273,6 @@ def test_close_under_load_leaves_no_quarantine(deploy: Deploy, backend: str, rol
 
 
 @slow
-@pytest.mark.timeout(120)
 def test_closed_prefill_returns_on_the_same_port(deploy: Deploy) -> None:
     deployment = steady(deploy)
     returned = faults.restart(deployment, 20.0)
@@ -297,7 +281,6 @@ def test_closed_prefill_returns_on_the_same_port(deploy: Deploy) -> None:
 
 @slow
 @both
-@pytest.mark.timeout(120)
 def test_bytes_of_a_dead_process_land_in_pages_that_are_held(deploy: Deploy, backend: str) -> None:
     """Neither the writer's death nor a delay proves pages safe: its kernel retransmits for a minute.
 

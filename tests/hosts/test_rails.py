@@ -11,7 +11,7 @@ from tests.hosts.deployment import CONTROL_PORT, REGISTRY_PORT, Process
 from tests.hosts.hosts import TwoHosts
 from tests.hosts.worker import Settings
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 RAILS = "kvflow-rails"
 

@@ -303,7 +303,6 @@ def test_misuse_by_a_scheduler_is_told_at_once() -> None:
 # Two processes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
 async def test_another_process_may_take_longer_than_prefill_would_wait_and_not_if_it_is_killed() -> None:
     source = make_pool()
     with printed() as lines:

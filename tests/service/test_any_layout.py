@@ -47,14 +47,12 @@ STAGING = {"staging_bytes": 2**24, "staging_slot_bytes": 2**18}
 
 
 @pytest.mark.host_memory
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_over_memory_at_any_address(world: World, post: int, stops: tuple[int, ...]) -> None:
     await hand_over(world, "memory", bytes_per_post=post, stops=stops)
 
 
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers, source=ordinals, target=ordinals)
 async def test_over_nixl(

@@ -194,7 +194,6 @@ async def settled(fleet: Fleet) -> None:
         await anyio.sleep(0.1)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", slow_except(["nixl"], ["nixl", "mooncake"]))
 async def test_turns_move_and_only_what_is_lacking(backend: str) -> None:
     fleet = await hold(6, backend, num_kills=0)

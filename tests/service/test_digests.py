@@ -34,7 +34,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.host_memory
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_for_any_pair_of_layouts_over_memory(
@@ -43,7 +42,6 @@ async def test_digests_agree_for_any_pair_of_layouts_over_memory(
     await hand_over(world, "memory", digest_every=1, bytes_per_post=post, stops=stops)
 
 
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_for_any_pair_of_layouts_over_nixl(world: World, post: int, stops: tuple[int, ...]) -> None:

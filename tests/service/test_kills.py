@@ -30,7 +30,6 @@ def run(case: str, engine: EngineOptions) -> FailureRow:
     return row
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
     """The measurement raises if a process writes to standard error, or exits with a code other than 0 unless killed."""
@@ -42,7 +41,6 @@ def test_survivor_learns_of_it_keeps_its_pages_and_goes_on(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", ["sigkill-prefill", "sigkill-decode", "sigstop-decode", "abort-prefill"])
 def test_survivor_of_a_transfer_over_mooncake_goes_on(case: str) -> None:
     """Its engine may keep connections to the dead process for some time, but no pages."""

@@ -22,7 +22,7 @@ from tests.support.prefill_process import PAGES, TOKENS
 from tests.support.resolving_process import ResolvingOptions
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.anyio
 
 KILLS = 5
 SLACK = 2

@@ -39,7 +39,6 @@ def assert_arrived(world: World) -> None:
         np.testing.assert_array_equal(rank.memory, world.expected(rank, world.held()))
 
 
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers, data=st.data())
 async def test_over_memory(world: World, post: int, stops: tuple[int, ...], data: st.DataObject) -> None:
@@ -51,7 +50,6 @@ async def test_over_memory(world: World, post: int, stops: tuple[int, ...], data
     assert_arrived(world)
 
 
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts)
 async def test_what_is_all_in_one_place_is_packed_there(world: World, post: int) -> None:
@@ -136,7 +134,6 @@ async def test_last_chunk_is_a_write_for_each_location(places: tuple[list[Locati
     assert set(zip(told[::2], told[1::2], strict=True)) == ends
 
 
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers, data=st.data())
 async def test_over_nixl(world: World, post: int, stops: tuple[int, ...], data: st.DataObject) -> None:

@@ -18,7 +18,7 @@ from tests.support.ports import unused_port
 from tests.support.prefill_client import prefill_process
 from tests.support.resolving_process import ResolvingOptions
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 
 PREPARE = ["unshare", "--mount", "mount", "--make-rprivate", "/"]
 

@@ -89,7 +89,6 @@ def _has_all_slots(rank: kvflow.PrefillRank) -> bool:
 
 
 @pytest.mark.host_memory
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_any_layout_is_packed_over_memory(world: World, post: int, stops: tuple[int, ...]) -> None:
@@ -97,14 +96,12 @@ async def test_any_layout_is_packed_over_memory(world: World, post: int, stops: 
     assert found.direct_posts == 0
 
 
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts, stops=stops_of_layers)
 async def test_digests_agree_with_what_was_scattered(world: World, post: int, stops: tuple[int, ...]) -> None:
     await hand_over(world, "memory", bytes_per_post=post, stops=stops, packing="always", digest_every=1)
 
 
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts)
 async def test_any_layout_is_packed_over_nixl(world: World, post: int) -> None:
@@ -112,7 +109,6 @@ async def test_any_layout_is_packed_over_nixl(world: World, post: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @settings(max_examples=examples(4), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts)
 async def test_any_layout_is_packed_over_mooncake(world: World, post: int) -> None:

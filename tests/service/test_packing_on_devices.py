@@ -85,7 +85,6 @@ def sides(world: World, of: Kinds) -> Iterator[tuple[Rank, MemoryKind]]:
             yield rank, kind
 
 
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, of=kinds, post=posts, stops=stops_of_layers)
 async def test_any_layout_is_packed_by_torch(world: World, of: Kinds, post: int, stops: tuple[int, ...]) -> None:
@@ -126,7 +125,6 @@ async def test_any_layout_is_packed_on_a_device(world: World, of: Kinds, post: i
     assert found.direct_posts == 0
 
 
-@pytest.mark.timeout(120)
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(world=small_worlds, post=posts)
 async def test_any_layout_is_packed_from_one_device_to_another(world: World, post: int) -> None:

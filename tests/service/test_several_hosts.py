@@ -16,7 +16,7 @@ from tests.support.ports import unused_port
 from tests.support.prefill_client import give_ticket, hand_over, prefill_process
 from tests.support.prefill_process import PAGES, TOKENS
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 
 SILENT = "127.0.0.2"
 """Refuses connections, as nothing listens there."""

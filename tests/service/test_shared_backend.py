@@ -115,7 +115,6 @@ async def hand_over(room: int, source: Worker, target: Worker, first: int, to: i
     assert holds(target.pool, pages_from(to), value)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_bytes_go_both_ways_at_once_and_a_second_turn_comes_back(backend: str) -> None:
     async with workers(backend, "one", "other") as (one, other):
@@ -131,7 +130,6 @@ async def test_bytes_go_both_ways_at_once_and_a_second_turn_comes_back(backend: 
         assert len([name for name in names if name.startswith("kvflow-")]) == (0 if backend == "memory" else 2)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("staging_bytes", [0, 2**25])
 async def test_a_role_is_left_and_taken_up_while_the_other_one_goes_on(backend: str, staging_bytes: int) -> None:

@@ -75,7 +75,6 @@ async def transfer_once(deployment: Deployment, room: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_thousand_transfers_one_after_another(backend: str) -> None:
     async with deploy(backend, prefill_tp=2) as deployment:
