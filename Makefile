@@ -30,11 +30,14 @@ PYTEST = PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + $
 demo: install
 	$(BIN)/kvflow demo
 
-test: install lint type imports unit
+# mypy keeps one core busy while most tests wait.
+test: install
+	$(MAKE) --no-print-directory --jobs 2 lint type imports unit
 
-# Its slow tests wait longer.
+# What comes first mostly installs, and its parts have nothing to do with each other. Slow tests wait longer than others.
 test-all: MORE := 3
-test-all: install lint type imports audit site test-pythons
+test-all: install
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint type imports audit site test-pythons
 	sh scripts/unpack-package.sh prometheus prometheus .cache/prometheus
 	sh scripts/unpack-package.sh etcd-server etcd .cache/etcd
 	$(PYTEST) --hypothesis-profile=thorough
