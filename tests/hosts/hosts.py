@@ -288,8 +288,8 @@ class TwoHosts:
         host.namespace.run("ip", "link", "set", "eth0", "up")
         self._router.run("ip", "link", "set", outside, "up")
         # Static neighbour entries: resolution can take seconds on a link that has just come up.
-        host.namespace.run("ip", "neighbour", "add", router, "lladdr", ROUTER_MAC, "dev", "eth0")
-        self._router.run("ip", "neighbour", "add", host.address, "lladdr", OWN_MAC, "dev", outside)
+        host.namespace.run("ip", "neighbour", "replace", router, "lladdr", ROUTER_MAC, "dev", "eth0")
+        self._router.run("ip", "neighbour", "replace", host.address, "lladdr", OWN_MAC, "dev", outside)
         host.namespace.run("ip", self._family, "route", "add", "default", "via", router)
         setattr(self, side, host)
 
@@ -298,7 +298,7 @@ class TwoHosts:
         own, rail = self.a.address, f"{self.a.address[:-1]}3"
         prefix = "64" if self._is_ipv6 else "24"
         self.a.namespace.run("ip", "address", "add", f"{rail}/{prefix}", "dev", "eth0")
-        self._router.run("ip", "neighbour", "add", rail, "lladdr", OWN_MAC, "dev", "to-a")
+        self._router.run("ip", "neighbour", "replace", rail, "lladdr", OWN_MAC, "dev", "to-a")
         with self._hosts_file.open("a", encoding="utf-8") as stream:
             stream.write(f"{rail} {name}\n{own} {name}\n")
 
