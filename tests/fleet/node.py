@@ -138,7 +138,7 @@ class Pod:
     async def _run_container(self) -> None:
         """Start the process, and start it again when it has ended; what it serves is asked until it has started."""
         assert self._server is not None
-        while True:
+        while not self.is_leaving.is_set():
             self._has_started = self._is_ready = False
             self._server.start()
             await self._report("Running")
@@ -148,13 +148,7 @@ class Pod:
                         self._has_started = True
                         await self._report("Running")
                     await anyio.sleep(POLL_S)
-            await self.until_not_leaving()
             self._restarts += 1
-
-    async def until_not_leaving(self) -> None:
-        """Return at once, or never if it leaves."""
-        if self.is_leaving.is_set():
-            await anyio.sleep_forever()
 
     async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:
         assert self._server is not None
@@ -343,9 +337,11 @@ async def opened_node(
     """Add a node to a cluster, and kill what runs on it at the end of the block."""
     client = AsyncClient(KubeConfig.from_file(cluster.kubeconfig), namespace=namespace)
     node = Node(cluster, client, folder, addresses, command)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(node.run)
-        try:
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.run)
             yield node
-        finally:
             tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await client.close()

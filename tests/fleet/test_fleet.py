@@ -1,6 +1,7 @@
 """A fleet under load: instances are killed and replaced, and its directory fails.
 
-`KVFLOW_FLEET_S=300 pytest tests/fleet -m slow -s` disturbs it for longer, and prints what happened.
+`KVFLOW_FLEET_S=300 KVFLOW_FLEET_SEED=2 pytest tests/fleet -m slow -s` disturbs it for longer, in another order, and
+prints what happened.
 """
 
 import os
@@ -21,6 +22,7 @@ from tests.support.etcd_server import NEEDS_ETCD, EtcdServer
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DISTURBED_S: Final = float(os.environ.get("KVFLOW_FLEET_S", "20"))
+SEED: Final = int(os.environ.get("KVFLOW_FLEET_SEED", "1"))
 REPLACE_S: Final = 5.0
 AT_ONCE: Final = 16
 
@@ -30,7 +32,7 @@ TYPED: Final = {*(reason.value for reason in kvflow.FailureReason), "killed", "n
 
 async def disturb(fleet: Fleet, act: Callable[[], Awaitable[None]]) -> dict[str, float]:
     """Load a fleet, first undisturbed, then while something acts; return the rates of both."""
-    rng, over = random.Random(1), anyio.Event()  # noqa: S311 - repeatable
+    rng, over = random.Random(SEED), anyio.Event()  # noqa: S311 - repeatable
     rates = {}
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(fleet.load, AT_ONCE, over, rng)
@@ -61,7 +63,7 @@ async def test_instances_are_killed_and_replaced_under_load(tmp_path: Path) -> N
     async with open_fleet(f"file://{tmp_path}", 3, 3) as fleet:
 
         async def replace_some() -> None:
-            rng, began = random.Random(2), time.monotonic()  # noqa: S311 - repeatable
+            rng, began = random.Random(SEED + 1), time.monotonic()  # noqa: S311 - repeatable
             while time.monotonic() < began + DISTURBED_S:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(anyio.sleep, REPLACE_S)
