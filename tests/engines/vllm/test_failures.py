@@ -1,5 +1,6 @@
 """Clients that disconnect and servers that die: resources are released, and the next request succeeds."""
 
+import sys
 import uuid
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,21 @@ async def test_two_answers_to_one_prompt(pair: Deployment, client: aiohttp.Clien
         choices = (await response.json())["choices"]
     assert [choice["text"] for choice in choices] == 2 * [await pair.text(client, prompt, TOKENS)]
     await check_service(pair, client, 78)
+
+
+async def test_prefill_ends_after_it_gave_a_ticket(pair: Deployment, client: aiohttp.ClientSession) -> None:
+    """Its host refuses connections, so decode does not wait for it."""
+    prompt = prompt_of(79, 150)
+    first = await ask(client, pair.prefill.url, prompt, 1, PREFILL_PARAMS)
+    pair.prefill.kill()
+    began = anyio.current_time()
+    answer = await ask(client, pair.decode.url, prompt, TOKENS, first.params)
+    sys.stdout.write(f"answered after {anyio.current_time() - began:.2f} s\n")
+    pair.prefill.start()
+    await pair.prefill.wait_until_ready()
+    assert answer.status == 500
+    assert "unreachable" in pair.decode.log.read_text()
+    await check_service(pair, client, 80)
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
