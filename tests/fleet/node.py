@@ -286,12 +286,12 @@ class Node:
         if kind == "DELETED":
             if pod is not None:
                 pod.kill()
-        elif pod is None:
+        elif pod is None and resource.metadata.deletionTimestamp is None:
             folder = self._folder / name
             folder.mkdir()
             pod = self.pods[name] = Pod(self._client, resource, next(self._addresses), folder)
             tasks.start_soon(self._run, pod)
-        elif resource.metadata.deletionTimestamp is not None:
+        elif pod is not None and resource.metadata.deletionTimestamp is not None:
             pod.delete(resource.metadata.deletionGracePeriodSeconds)
 
     async def _run(self, pod: Pod) -> None:

@@ -37,6 +37,9 @@ DEPLOYMENTS: Final = ("deployment/prefill", "deployment/decode")
 ADDRESSES: Final = [f"10.78.1.{number}" for number in range(1, 100)]
 AT_ONCE: Final = 4
 PREFILL, DECODE = "prefill", "decode"
+FIRST: Final = ("kvflow keys new", "kubectl create namespace", "kubectl -n inference create serviceaccount router")
+"""How the scripts of the page begin."""
+
 API_DOWN_S: Final = 20.0
 POLL_S: Final = 0.1
 
@@ -75,6 +78,11 @@ class Deployed(NamedTuple):
         for name in DEPLOYMENTS:
             await self.cluster.run_kubectl("-n", NAMESPACE, "rollout", "status", name)
 
+    async def write_kubeconfig(self, path: Path, account: str) -> Path:
+        """Write what a pod of a service account knows of the API server."""
+        self.cluster.write_kubeconfig(path, await self.cluster.issue_token(NAMESPACE, account))
+        return path
+
     async def until_used(self) -> None:
         """Wait until every pod has answered requests from now on."""
         async with anyio.create_task_group() as tasks:
@@ -94,8 +102,7 @@ def place() -> Iterator[Path]:
     """Return a directory for sockets, whose paths have 107 bytes at most."""
     path = Path(tempfile.mkdtemp(prefix="kv-"))
     yield path
-    if not os.environ.get("KEEP"):
-        shutil.rmtree(path)
+    shutil.rmtree(path)
 
 
 @pytest.fixture
@@ -116,7 +123,7 @@ def network() -> Iterator[None]:
 async def deployed(place: Path) -> AsyncIterator[Deployed]:
     """Follow docs/platforms/kubernetes.md, with a node that plays a cluster's."""
     async with opened_cluster(place) as cluster, http_client() as client:
-        keys, servers = re.findall(r"```sh\n(kvflow keys new.*?|kubectl create namespace.*?)```", PAGE, re.DOTALL)
+        scripts = [re.findall(rf"```sh\n({first}.*?)```", PAGE, re.DOTALL)[0] for first in FIRST]
         (place / "deploy").symlink_to(ROOT / "deploy")
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -125,7 +132,7 @@ async def deployed(place: Path) -> AsyncIterator[Deployed]:
         (place / "pods").mkdir()
         async with opened_node(cluster, NAMESPACE, place / "pods", ADDRESSES, command_of) as node:
             done = await anyio.run_process(
-                ["/bin/sh", "-e", "-c", keys + servers], cwd=place, env=environment, check=False
+                ["/bin/sh", "-e", "-c", "".join(scripts)], cwd=place, env=environment, check=False
             )
             assert (done.returncode, done.stderr) == (0, b""), done.stderr.decode()  # it warns of unknown fields
             yield Deployed(cluster, node, Clients(client))
@@ -135,8 +142,9 @@ async def deployed(place: Path) -> AsyncIterator[Deployed]:
 async def loaded(fleet: Deployed, router: str, logs: Path) -> AsyncIterator[None]:
     """Keep asking a router in the block, and check the answers."""
     clients, over = fleet.clients, anyio.Event()
+    account = await fleet.write_kubeconfig(logs / "router.kubeconfig", "router")
     async with (
-        router_of_pods(router, NAMESPACE, fleet.cluster.kubeconfig, logs) as clients.router,
+        router_of_pods(router, NAMESPACE, account, logs) as clients.router,
         anyio.create_task_group() as tasks,
     ):
         async with http_client() as client:
@@ -157,8 +165,7 @@ async def test_pods_come_and_go(place: Path, network: None, monkeypatch: pytest.
     directory = KubernetesDirectory(DirectoryURL.parse("registry", f"kubernetes://{NAMESPACE}/prefill"))
     async with deployed(place) as fleet:
         await fleet.scale(2)
-        token = await fleet.cluster.issue_token(NAMESPACE, "kvflow-decode")
-        fleet.cluster.write_kubeconfig(place / "kubeconfig", token)
+        await fleet.write_kubeconfig(place / "kubeconfig", "kvflow-decode")
         with printed() as lines:
             async with watched(directory) as (subscription, changes), loaded(fleet, router, place):
                 await change_on_purpose(fleet)
