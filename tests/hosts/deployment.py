@@ -398,7 +398,7 @@ class Deployment:
         """Return the rooms sent from `since` to `until` that were not served within `within_s`, and their outcomes."""
         ended = self.ended()
         found = {}
-        for room, sent_at in list(self.router.sent.items()):
+        for room, sent_at in self.router.sent.copy().items():  # in one step: the router's thread adds rooms
             end = ended.get(room)
             if not since <= sent_at < until:
                 continue
