@@ -35,7 +35,7 @@ test: install
 	$(MAKE) --no-print-directory --jobs 2 lint type imports unit
 
 # What comes first mostly installs, and its parts have nothing to do with each other. Slow tests wait longer than others.
-test-all: MORE := 3
+test-all: MORE := 2
 test-all: install
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint type imports audit site test-pythons
 	sh scripts/unpack-package.sh prometheus prometheus .cache/prometheus
