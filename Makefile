@@ -20,10 +20,9 @@ VENV := .venv
 # Tests start many processes, and each would compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
-# Many tests mostly wait, so that more processes than cores keep the cores busy.
-MORE := 1
-PYTEST = PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + $(MORE)) \
-	$(BIN)/pytest --numprocesses auto --maxprocesses $$(expr 3 + $(MORE)) --dist worksteal
+# Many tests mostly wait, so that one more process than cores keeps the cores busy.
+PYTEST := PYTEST_XDIST_AUTO_NUM_WORKERS=$$(expr $$(getconf _NPROCESSORS_ONLN) + 1) \
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .PHONY: audit lock mutants demo site test test-all test-pythons test-device test-sglang test-vllm test-transformers fuzz simulate docs help install lint type imports unit clean
 
@@ -34,8 +33,7 @@ demo: install
 test: install
 	$(MAKE) --no-print-directory --jobs 2 lint type imports unit
 
-# What comes first mostly installs, and its parts have nothing to do with each other. Slow tests wait longer than others.
-test-all: MORE := 2
+# What comes first mostly installs, and its parts have nothing to do with each other.
 test-all: install
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint type imports audit site test-pythons
 	sh scripts/unpack-package.sh prometheus prometheus .cache/prometheus
