@@ -109,14 +109,16 @@ def place() -> Iterator[Path]:
 def network() -> Iterator[None]:
     """Use a network of its own, which pods have addresses in."""
     namespace = Namespace()
-    namespace.run("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
-    for address in ADDRESSES:
-        namespace.run("ip", "address", "add", f"{address}/16", "dev", "eth0")
-    for device in ("eth0", "eth1"):
-        namespace.run("ip", "link", "set", device, "up")
-    with namespace.entered():
-        yield
-    namespace.close()
+    try:
+        namespace.run("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+        for address in ADDRESSES:
+            namespace.run("ip", "address", "add", f"{address}/16", "dev", "eth0")
+        for device in ("eth0", "eth1"):
+            namespace.run("ip", "link", "set", device, "up")
+        with namespace.entered():
+            yield
+    finally:
+        namespace.close()
 
 
 @asynccontextmanager

@@ -7,10 +7,10 @@ need the programs on the PATH or in `.cache/kubernetes`. `tests.fleet.node` play
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import anyio
 import msgspec
@@ -118,11 +118,6 @@ class Cluster:
         assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr.decode()}"
         return done.stdout.decode()
 
-    async def read(self, *arguments: str) -> dict[str, Any]:
-        """Return what `kubectl get` says."""
-        found: dict[str, Any] = msgspec.json.decode(await self.run_kubectl("get", *arguments, "--output=json"))
-        return found
-
     async def issue_token(self, namespace: str, account: str) -> str:
         """Return a token of a service account, as a pod gets it."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
@@ -154,7 +149,7 @@ class Cluster:
         return Server(name, [found, *options], {}, url=self._url, log=self._folder / f"{name}.log")
 
     def _make_keys(self) -> None:
-        key: Sequence[str] = ("openssl", "genrsa", "-out", str(self._folder / "sa.key"), "2048")
+        key = ("openssl", "genrsa", "-out", str(self._folder / "sa.key"), "2048")
         subprocess.run(key, check=True, capture_output=True)
         (self._folder / "tokens").write_text(f'{ADMIN},admin,1,"system:masters"\n')
 
