@@ -203,7 +203,7 @@ class Pod:
     async def _report(self, phase: str) -> None:
         """Tell the API server how the pod is."""
         (spec,) = self.manifest.pod["containers"]
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        now = timestamp()
         is_running = phase == "Running"
         state = {"running": {"startedAt": now}} if is_running else {"terminated": {"exitCode": 0}}
         container = {
@@ -227,8 +227,8 @@ class Pod:
             except ApiError as error:
                 if error.status.code == 404:
                     return
-            except httpx2.HTTPError:
-                await anyio.sleep(POLL_S)
+            except httpx2.HTTPError:  # nobody answers
+                pass
             else:
                 return
             await anyio.sleep(POLL_S)
@@ -239,8 +239,7 @@ class Node:
 
     Args:
         cluster: Where it registers.
-        namespace: Of its pods.
-        client: Of the cluster's API server.
+        client: Of the cluster's API server, with the namespace of its pods.
         folder: For the files of its pods.
         addresses: For its pods.
         command: Returns what runs in the container of a pod.
@@ -320,7 +319,7 @@ class Node:
     async def _report(self) -> None:
         """Tell the API server every few seconds that the node is ready, which it forgets if it hears nothing."""
         while True:
-            now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+            now = timestamp()
             condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": now}
             status = {"capacity": HAS, "allocatable": HAS, "conditions": [condition]}
             lease = {"leaseDurationSeconds": 40, "renewTime": now}
@@ -328,6 +327,11 @@ class Node:
                 await self._client.patch(NodeResource.Status, NAME, {"status": status})
                 await self._client.patch(Lease, NAME, {"spec": lease}, namespace=LEASES)
             await anyio.sleep(REPORT_S)
+
+
+def timestamp() -> str:
+    """Return the time as the API server reads it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 @asynccontextmanager
