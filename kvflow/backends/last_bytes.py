@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import math
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Final, Generic, Protocol, TypeVar
@@ -12,18 +13,31 @@ from typing_extensions import override
 from kvflow.aio.worker_threads import run_in_thread
 from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.owner import AnyPeer, NativeAgent, OwnerBackend, PollIntervals
-from kvflow.backends.sockets import Connections, Elsewhere, domain_of_host, hosts_of, is_same_kernel
+from kvflow.backends.sockets import (
+    Connections,
+    Elsewhere,
+    LibraryEnds,
+    domain_of_host,
+    hosts_of,
+    is_same_kernel,
+    listening_ports,
+)
 from kvflow.errors import BackendError, Shortage
 from kvflow.observe.logs import get_logger
 from kvflow.resources import check_shortage
 
-__all__ = ["LastBytesBackend", "SocketDrainCheck", "TcpAgent", "find_elsewhere"]
+__all__ = ["LastBytesBackend", "SocketDrainCheck", "TcpAgent", "choose_elsewhere", "ends_of"]
 
 Result = TypeVar("Result")
 
 LOOK_S: Final = 2e-3
 MAX_LOOK_S: Final = 1.0
 """Longest pause between two checks; the first is `LOOK_S`, and each is twice as long. The kernel sends no event."""
+
+AWAITED_S: Final = 5.0
+"""After this long, the connections that are not dry are logged once."""
+
+MAX_DESCRIBED: Final = 4
 
 
 class TcpAgent(NativeAgent, Protocol):
@@ -43,13 +57,16 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
     """Waits for last bytes: on this kernel until connections are dry, else until they are closed and read.
 
     Args:
-        of_domain: On this kernel, check only connections with its own processes; see `Connections`.
+        of_domain: Bytes from this kernel may come over other paths than TCP, unless the process says that it can see
+            all of them, too (`domain`).
     """
 
     def __init__(self, intervals: PollIntervals, close_timeout_s: float, *, of_domain: bool) -> None:
         super().__init__(intervals, close_timeout_s)
         self._of_domain = of_domain
-        self._socket_drain = SocketDrainCheck(of_domain=of_domain)
+        self._drain_of_domain, self._drain_of_all = (
+            SocketDrainCheck(self.name, functools.partial(self._list_all, of_domain=chosen)) for chosen in (True, False)
+        )
 
     @abc.abstractmethod
     def _can_be_seen(self) -> bool:
@@ -80,10 +97,9 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
         if not own or (not domain and (is_alive or self._of_domain)):
             return False
         try:
-            drain = self._socket_drain
+            drain = self._drain_of_domain if domain else self._drain_of_all
             if domain and not is_same_kernel(domain, own):
-                find = functools.partial(find_elsewhere, domain=domain, ends=ends)
-                drain = SocketDrainCheck(find=lambda: self._call(find))
+                drain = SocketDrainCheck(self.name, functools.partial(self._list_elsewhere, domain, ends))
             await drain.wait()
             await self._call(lambda agent: agent.poll())
         except (OSError, BackendError) as error:
@@ -91,38 +107,50 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
             return False
         return True
 
+    async def _list_all(self, *, of_domain: bool) -> Connections:
+        ends = await self._call(lambda agent: ends_of(agent.look_at_sockets()))
+        return await _look(lambda: Connections(ends, of_domain=of_domain))
 
-def find_elsewhere(agent: TcpAgent, *, domain: bytes, ends: Collection[bytes]) -> Elsewhere:
-    """Return the connections of a library with a process of another kernel or network namespace, without these `ends`.
+    async def _list_elsewhere(self, domain: bytes, spared: Collection[bytes]) -> Connections:
+        def find(agent: AnyTcpAgent) -> tuple[LibraryEnds, Elsewhere]:
+            found = agent.look_at_sockets()
+            return ends_of(found), choose_elsewhere(found, domain=domain, spared=spared)
+
+        ends, elsewhere = await self._call(find)
+        return await _look(lambda: Connections(ends, elsewhere=elsewhere))
+
+
+def ends_of(found: Collection[LibrarySockets]) -> LibraryEnds:
+    """Return the ends of all connections of a library. If they cannot be listed, this raises OSError."""
+    inodes = frozenset(inode for sockets in found for inode in sockets.listed())
+    accepted_at = frozenset(port for sockets in found for port in sockets.ports)
+    return LibraryEnds(inodes, accepted_at | listening_ports(inodes))
+
+
+def choose_elsewhere(found: Collection[LibrarySockets], *, domain: bytes, spared: Collection[bytes]) -> Elsewhere:
+    """Return which connections are with a process of another kernel or network namespace.
 
     The addresses of its `domain_of_host` are used only if one of them has been seen here: otherwise another address
-    stands for them, such as that of a NAT. If the connections cannot be listed, this raises OSError.
+    stands for them, such as that of a NAT.
     """
-    found = agent.look_at_sockets()
     seen, hosts = {host for sockets in found for host in sockets.hosts}, hosts_of(domain)
-    return Elsewhere(
-        inodes=frozenset(inode for sockets in found for inode in sockets.listed()),
-        ports=frozenset(port for sockets in found for port in sockets.ports),
-        hosts=hosts if hosts & seen else frozenset(),
-        spared=ends,
-    )
+    return Elsewhere(hosts if hosts & seen else frozenset(), spared)
 
 
 class SocketDrainCheck:
-    """Checks the connections to this process on behalf of all callers of `wait`.
+    """Checks connections on behalf of all callers of `wait`.
 
     Each call to `wait` makes the check start over with all current connections. Its result also answers earlier calls:
     once the current connections are dry, so are those that existed earlier.
 
     Args:
-        of_domain: Check only connections with processes of the same `kernel_domain`; see `Connections`.
-        find: Finds the connections to check instead, before they are listed; see `Connections`. A BackendError that it
-            raises is a reason to try again.
+        name: The transport, in logs.
+        list_connections: Lists the connections to check. A BackendError that it raises is a reason to try again.
     """
 
-    def __init__(self, *, of_domain: bool = False, find: Callable[[], Awaitable[Elsewhere]] | None = None) -> None:
-        self._of_domain = of_domain
-        self._find = find
+    def __init__(self, name: str, list_connections: Callable[[], Awaitable[Connections]]) -> None:
+        self._list = list_connections
+        self._log = get_logger(backend=name)
         self._looking = anyio.Lock()
         self._num_asked = 0
         self._num_answered = 0
@@ -142,19 +170,20 @@ class SocketDrainCheck:
     async def _wait_until_dry(self) -> int:
         """Wait until the connections are dry, and return how many callers had asked when they were last listed."""
         connections, asked, pause_s = None, 0, LOOK_S
+        patience = anyio.current_time() + AWAITED_S
         while True:
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_LOOK_S)
             with suppress(BackendError, Shortage):  # this time
                 if connections is None or asked != self._num_asked:
                     now_asked = self._num_asked
-                    elsewhere = None if self._find is None else await self._find()
-                    connections = await _look(
-                        functools.partial(Connections, of_domain=self._of_domain, elsewhere=elsewhere)
-                    )
+                    connections = await self._list()
                     asked, pause_s = now_asked, LOOK_S
                 if await _look(connections.are_dry):
                     return asked
+                if anyio.current_time() >= patience:
+                    patience = math.inf
+                    self._log.warning("last_bytes_awaited", connections=connections.describe_wet(MAX_DESCRIBED))
 
 
 async def _look(look: Callable[[], Result]) -> Result:

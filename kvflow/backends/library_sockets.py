@@ -18,11 +18,10 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from kvflow.backends.sockets import listening_ports
+from kvflow.backends.sockets import INTERNET, listening_ports, opened
 
 __all__ = [
     "CHECK_S",
@@ -31,7 +30,6 @@ __all__ = [
     "Carried",
     "LibrarySockets",
     "find_epolls",
-    "opened",
     "remote_end",
     "shut_down",
 ]
@@ -52,8 +50,6 @@ REGISTERED: Final = re.compile(r"^tfd:\s*([0-9]+) .*\bdata:\s*([0-9a-f]+)", re.M
 
 MAPPED: Final = bytes(10) + b"\xff\xff"
 """Prefix of an IPv6 address that maps an IPv4 address."""
-
-INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 
 CHECK_S: Final = 0.5
 """Seconds between two checks."""
@@ -240,28 +236,6 @@ def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
         watched = {number for fd in after for number, _ in _registered_with(fd)}
         found = tuple(copy for fd in sorted(after - before) for copy in _duplicate(fd, is_watched=fd in watched))
     return made, found
-
-
-@contextmanager
-def opened(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """Duplicate a socket's descriptor for the block; None if it is not a socket, or was closed in the meantime."""
-    found = None
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        yield None
-        return
-    try:
-        if os.fstat(copy).st_ino == inode:
-            found = socket.socket(fileno=copy)
-    except OSError:  # not a socket
-        pass
-    if found is None:
-        os.close(copy)
-        yield None
-        return
-    with found:
-        yield found
 
 
 def shut_down(found: socket.socket) -> None:

@@ -5,8 +5,9 @@ reads them. The kernel shows how many there are. A dead process sends nothing mo
 its far end had nothing left to deliver and, later, its near end had nothing left to read. If the end of the stream has
 already arrived, the far end does not matter.
 
-It is unknown which connections belonged to ended processes, so every connection must have been dry once. Connections of
-live processes are dry between two writes.
+It is unknown which of a library's connections belonged to ended processes, so every one of them must have been dry
+once. Connections of live processes are dry between two writes. Other sockets of this process do not count: they bring
+nothing to the pools, and maybe nobody reads them.
 
 If the other process is on another host or in another network namespace, its end of the connection is not visible. Two
 processes with the same `kernel_domain` see both ends of every connection between them.
@@ -15,17 +16,20 @@ If the kernel does not show what a function needs, that raises OSError.
 
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
 destination, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is
-handled before the call that read it returns.
+handled before the call that read it returns. A connection carries writes only after the library that accepted it has
+registered it with its epoll instance and answered.
 """
 
 import array
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
 import sys
 import termios
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +38,10 @@ from typing import Final
 from kvflow.hosts import is_own_address
 
 __all__ = [
+    "INTERNET",
     "Connections",
     "Elsewhere",
+    "LibraryEnds",
     "Row",
     "address_of",
     "domain_of_host",
@@ -45,6 +51,7 @@ __all__ = [
     "is_wet",
     "kernel_domain",
     "listening_ports",
+    "opened",
     "remote_ends",
 ]
 
@@ -55,6 +62,7 @@ BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 NETWORK: Final = Path("/proc/self/ns/net")
 FIB: Final = Path("/proc/self/net/fib_trie")
 IF_INET6: Final = Path("/proc/self/net/if_inet6")
+INTERNET: Final = (socket.AF_INET, socket.AF_INET6)
 LISTENS: Final = "0A"
 MAY_BRING_MORE: Final = ("01", "03")
 """States of a connection whose far end has not closed it, as far as the near end can tell."""
@@ -63,7 +71,7 @@ HALF_CLOSED: Final = ("04", "05")
 """States of a connection that only this end has closed. It brings more only while a process holds it."""
 
 CLOSED_BY_PEER: Final = "08"
-"""State of a connection whose far end has closed. The data left to read ends with the end of file."""
+"""State of a connection whose far end has closed. What is left to read ends with the end of file: one byte more."""
 
 NETLINK_SOCK_DIAG: Final = 4
 SOCK_DIAG_BY_FAMILY: Final = 20
@@ -111,30 +119,41 @@ def kernel_domain() -> str:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """Connections of a library with processes of another kernel or network namespace.
+class LibraryEnds:
+    """The ends of a library's connections.
 
     Attributes:
-        inodes: Sockets of the library.
-        ports: Ports on which it has accepted connections.
-        hosts: Only connections with these hosts count; empty for all.
-        spared: Remote ends of connections that need not end, see `Backend.ends_to`. They may change.
+        inodes: Its sockets.
+        ports: Ports on which it accepts connections, as far as they are known.
     """
 
     inodes: frozenset[int]
     ports: frozenset[int]
+
+    def include(self, inode: int, port: int) -> bool:
+        """Return whether a socket is one of these, or was accepted for them."""
+        return inode in self.inodes or port in self.ports
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Connections with processes of another kernel or network namespace.
+
+    Attributes:
+        hosts: Only connections with these hosts count; empty for all.
+        spared: Remote ends of connections that need not end, see `Backend.ends_to`. They may change.
+    """
+
     hosts: frozenset[bytes] = frozenset()
     spared: Collection[bytes] = ()
 
     def includes(self, row: Row) -> bool:
-        """Return whether a near end belongs to such a connection."""
-        if row.inode not in self.inodes and int(_port(row.ends[0]), 16) not in self.ports:
-            return False
+        """Return whether a connection counts."""
         return not self.hosts or address_of(_host(row.ends[1])) in self.hosts
 
     def spares(self, ends: Ends) -> bool:
         """Return whether a connection need not end."""
-        return address_of(_host(ends[1])) + int(_port(ends[1]), 16).to_bytes(2, "big") in self.spared
+        return address_of(_host(ends[1])) + _port(ends[1]).to_bytes(2, "big") in self.spared
 
 
 def domain_of_host() -> bytes:
@@ -169,38 +188,35 @@ def host_addresses() -> frozenset[bytes]:
 
 
 class Connections:
-    """The current connections from other processes; `are_dry` reports when they can deliver nothing more.
+    """The current connections of a library with other processes; `are_dry` reports when they can deliver nothing more.
 
     They never become dry if a far end is in another network namespace and has not closed.
 
     Args:
-        of_domain: Take only connections with processes of the same `kernel_domain`, whichever side opened them. Unread
-            ends of file are then ignored, because an engine may keep such connections for long.
+        library: Its ends.
+        of_domain: Take only connections with processes of the same `kernel_domain`.
         elsewhere: Take only these connections, of those whose far ends cannot be seen.
     """
 
-    def __init__(self, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
-        rows, sockets = _rows(), _sockets()
-        self._counts_end = not of_domain
+    def __init__(self, library: LibraryEnds, *, of_domain: bool = False, elsewhere: Elsewhere | None = None) -> None:
+        self._library = library
         self._elsewhere = elsewhere
-        if elsewhere is not None:
-            seen = {row.ends for row in rows}
-            self._wet = [
-                row.ends
-                for row in rows
-                if row.state != LISTENS and row.ends[::-1] not in seen and elsewhere.includes(row)
-            ]
-            return
+        self._has_unread = False
+        rows, sockets = _rows(), _sockets()
         ports = {_port(row.ends[0]) for row in rows if row.state == LISTENS and row.inode in sockets}
         mine = [
-            row.ends
+            row
             for row in rows
-            if row.state != LISTENS and (_port(row.ends[0]) in ports or (of_domain and row.inode in sockets))
+            if row.state != LISTENS
+            and (library.include(row.inode, _port(row.ends[0])) or (not row.inode and _port(row.ends[0]) in ports))
         ]
-        if of_domain:
-            own = {host for host in {_host(far) for _, far in mine} if is_own_address(address_of(host))}
-            mine = [ends for ends in mine if _host(ends[1]) in own]
-        self._wet = mine
+        if elsewhere is not None:
+            seen = {row.ends for row in rows}
+            mine = [row for row in mine if row.ends[::-1] not in seen and elsewhere.includes(row)]
+        elif of_domain:
+            own = {host for host in {_host(row.ends[1]) for row in mine} if is_own_address(address_of(host))}
+            mine = [row for row in mine if _host(row.ends[1]) in own]
+        self._wet = [row.ends for row in mine]
 
     def are_dry(self) -> bool:
         """Check again, and return whether each connection has been dry since the first check. Takes milliseconds."""
@@ -209,40 +225,66 @@ class Connections:
         near = {row.ends: row for row in rows}
         listed = {row.inode for row in rows} | _local_sockets()
         # A reset connection is in no table, but may still have bytes to read.
-        unread = any(_num_unread(fd) for inode, fd in _sockets().items() if inode not in listed)
-        self._wet = [
-            ends
-            for ends in self._wet
-            if (is_wet(near[ends], far, counts_end=self._counts_end) if ends in near else unread)
-        ]
+        self._has_unread = any(self._is_unread(fd, inode) for inode, fd in _sockets().items() if inode not in listed)
+        self._wet = [ends for ends in self._wet if (is_wet(near[ends], far) if ends in near else self._has_unread)]
         if self._elsewhere is not None:
             self._wet = [ends for ends in self._wet if not self._elsewhere.spares(ends)]
-        return not self._wet and not unread
+        return not self._wet and not self._has_unread
+
+    def describe_wet(self, maximum: int) -> list[str]:
+        """Return up to `maximum` connections that were not dry at the last check, such as "127.0.0.1:80 from ..."."""
+        found = [f"{_text(near)} from {_text(far)}" for near, far in self._wet]
+        return (found + ["one that was reset"] * self._has_unread)[:maximum]
+
+    def _is_unread(self, fd: int, inode: int) -> bool:
+        """Return whether a socket is a TCP connection of the library with bytes to read."""
+        with opened(fd, inode) as found:
+            if found is None or found.family not in INTERNET or found.type != socket.SOCK_STREAM:
+                return False
+            return self._library.include(inode, found.getsockname()[1]) and _num_unread(found.fileno()) > 0
 
 
-def is_wet(row: Row, far: Mapping[Ends, int], *, counts_end: bool = True) -> bool:
+def is_wet(row: Row, far: Mapping[Ends, int]) -> bool:
     """Return whether a near end has data to read, or may still receive some. An unseen far end may always send.
 
-    `far` has the unsent bytes of the visible far ends, and `counts_end` says whether an end of file is data to read.
+    `far` has the unsent bytes of the visible far ends.
     """
-    num_unread = row.num_unread - (not counts_end and row.state == CLOSED_BY_PEER)
+    num_unread = row.num_unread - (row.state == CLOSED_BY_PEER)
     may_bring_more = row.state in MAY_BRING_MORE or (row.state in HALF_CLOSED and row.inode > 0)
     return num_unread > 0 or (may_bring_more and far.get(row.ends[::-1], 1) > 0)
 
 
-def listening_ports() -> frozenset[int]:
-    """Return the ports on which this process listens."""
-    sockets = _sockets()
-    return frozenset(int(_port(row.ends[0]), 16) for row in _rows() if row.state == LISTENS and row.inode in sockets)
+def listening_ports(inodes: Collection[int] | None = None) -> frozenset[int]:
+    """Return the ports on which this process listens, or only those of some of its sockets."""
+    sockets = _sockets() if inodes is None else inodes
+    return frozenset(_port(row.ends[0]) for row in _rows() if row.state == LISTENS and row.inode in sockets)
+
+
+@contextmanager
+def opened(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Duplicate a socket's descriptor for the block; None if it is not a socket, or was closed in the meantime."""
+    found = None
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        if os.fstat(copy).st_ino == inode:
+            found = socket.socket(fileno=copy)
+    except OSError:  # not a socket
+        pass
+    if found is None:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        yield found
 
 
 def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:
     """Return the remote address and port of connections of this process, also of those being opened, by inode."""
-    return {
-        row.inode: (address_of(_host(row.ends[1])), int(_port(row.ends[1]), 16))
-        for row in _rows()
-        if row.inode in inodes
-    }
+    return {row.inode: (address_of(_host(row.ends[1])), _port(row.ends[1])) for row in _rows() if row.inode in inodes}
 
 
 def _rows() -> list[Row]:
@@ -293,8 +335,8 @@ def _listed() -> list[Row]:
     return rows
 
 
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
 
 
 def _host(address: str) -> str:
@@ -305,6 +347,10 @@ def address_of(digits: str) -> bytes:
     """Convert an address from a kernel table, which has 32-bit words in host byte order, to network byte order."""
     words = [digits[at : at + 8] for at in range(0, len(digits), 8)]
     return b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
+
+
+def _text(address: str) -> str:
+    return f"{ipaddress.ip_address(address_of(_host(address)))}:{_port(address)}"
 
 
 def _local_sockets() -> set[int]:

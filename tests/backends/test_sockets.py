@@ -1,7 +1,6 @@
 """Proofs that nothing from an ended process is in flight any more."""
 
 import errno
-import gc
 import os
 import socket
 import subprocess
@@ -11,19 +10,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
+from typing_extensions import override
 
 from kvflow.backends import last_bytes, sockets
 from kvflow.backends.base import Backend
-from kvflow.backends.last_bytes import SocketDrainCheck, find_elsewhere
+from kvflow.backends.last_bytes import SocketDrainCheck, choose_elsewhere
 from kvflow.backends.library_sockets import LibrarySockets
 from kvflow.backends.memory import MemoryBackend
 from kvflow.backends.mooncake import MooncakeBackend
 from kvflow.backends.nixl import NixlBackend
-from kvflow.backends.sockets import Connections
+from kvflow.backends.sockets import Connections, LibraryEnds
 from kvflow.hosts import is_own_address
 from tests.backends.endpoints import open_backend
 from tests.support.waiting import until
@@ -46,12 +46,6 @@ except BlockingIOError:
 print(sent, flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture(autouse=True)
-def no_sockets_of_other_tests() -> None:
-    """Close the sockets that other tests have left as garbage: their unread bytes count, too."""
-    gc.collect()
 
 
 class Sender:
@@ -94,6 +88,10 @@ def accept_one(listener: socket.socket) -> Iterator[socket.socket]:
         yield connection
 
 
+def accepted_at(listener: socket.socket) -> LibraryEnds:
+    return LibraryEnds(frozenset(), frozenset({listener.getsockname()[1]}))
+
+
 def read(connection: socket.socket, count: int) -> None:
     while count:
         count -= len(connection.recv(count))
@@ -103,7 +101,7 @@ def read(connection: socket.socket, count: int) -> None:
 async def test_what_a_dead_process_has_sent_is_on_its_way_until_it_is_read(family: socket.AddressFamily) -> None:
     with listening(family) as listener, sending(listener) as sender, listener.accept()[0] as connection:
         sender.kill()
-        connections = Connections()
+        connections = Connections(accepted_at(listener))
         assert not connections.are_dry()
         read(connection, sender.num_bytes - 1)
         assert not connections.are_dry()
@@ -116,7 +114,7 @@ async def test_closing_a_connection_is_as_good_as_reading_it() -> None:
     with listening() as listener, sending(listener) as sender:
         with listener.accept()[0]:
             sender.kill()
-            connections = Connections()
+            connections = Connections(accepted_at(listener))
             assert not connections.are_dry()
         await until(connections.are_dry)
 
@@ -124,7 +122,7 @@ async def test_closing_a_connection_is_as_good_as_reading_it() -> None:
 async def test_a_connection_that_nobody_has_accepted_yet_counts() -> None:
     with listening() as listener, sending(listener) as sender:
         sender.kill()
-        connections = Connections()
+        connections = Connections(accepted_at(listener))
         assert not connections.are_dry()
         with listener.accept()[0] as connection:
             read(connection, sender.num_bytes)
@@ -137,7 +135,7 @@ async def test_a_connection_that_was_reset_counts_while_there_is_something_to_re
     with listening() as listener, sending(listener, 1_000) as sender, listener.accept()[0] as connection:
         connection.send(b"never read")
         sender.kill()
-        connections = Connections()
+        connections = Connections(accepted_at(listener))
         assert not connections.are_dry()
         read(connection, sender.num_bytes)
         await until(connections.are_dry)
@@ -148,13 +146,13 @@ async def test_live_connections_are_dry_between_two_writes() -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening())
         first, second = [stack.enter_context(accept_one(listener)) for _ in range(2)]
-        connections = Connections()
+        connections = Connections(accepted_at(listener))
         read(first, 1_000)
         assert not connections.are_dry()
         stack.enter_context(accept_one(listener))  # never read
         read(second, 1_000)
         await until(connections.are_dry)
-        assert not Connections().are_dry()
+        assert not Connections(accepted_at(listener)).are_dry()
 
 
 @pytest.mark.parametrize(
@@ -164,9 +162,10 @@ async def test_live_connections_are_dry_between_two_writes() -> None:
         ("01", 0, 1, True),
         ("01", 0, None, True),  # on another host
         ("01", 1, 0, True),
-        ("08", 0, 1, False),  # end of stream
+        ("08", 0, 1, False),  # the end of the stream, which counts as one byte until it is read
         ("08", 0, None, False),
-        ("08", 1, None, True),
+        ("08", 1, None, False),
+        ("08", 2, None, True),
         ("06", 0, None, False),
     ],
 )
@@ -178,35 +177,65 @@ async def test_an_open_connection_counts_if_its_far_end_cannot_be_seen(
     assert sockets.is_wet(near, seen) is is_wet
 
 
-@pytest.mark.parametrize(("num_unread", "is_wet"), [(0, False), (1, False), (2, True)])
-async def test_an_end_of_file_alone_brings_nothing(num_unread: int, is_wet: bool) -> None:
-    near = sockets.Row(("0100007F:0050", "0200007F:9C40"), sockets.CLOSED_BY_PEER, 0, num_unread, 1)
-    assert sockets.is_wet(near, {}, counts_end=False) is is_wet
-
-
-async def test_of_a_domain_connections_that_nobody_closes_do_not_count_once_the_other_side_has() -> None:
-    """An HTTP client, for example, keeps such connections in its pool."""
+async def test_connections_that_nobody_closes_do_not_count_once_the_other_side_has() -> None:
+    """A library keeps those that it has opened until it writes over them again."""
     with listening() as listener:
         sender = Sender(listener, 1_000)
         with listener.accept()[0] as connection:
-            connections = Connections(of_domain=True)
+            connections = Connections(accepted_at(listener))
             sender.kill()
             assert not connections.are_dry()
             read(connection, 1_000)
             await until(connections.are_dry)
-            assert Connections(of_domain=True).are_dry()
+            assert Connections(accepted_at(listener)).are_dry()
 
 
-async def test_of_a_domain_connections_count_whoever_has_made_them_but_not_those_with_other_hosts() -> None:
+async def test_connections_count_whoever_has_made_them() -> None:
     """A library may write over a connection that its peer has opened."""
-    with listening() as listener, sending(listener, 1_000), listener.accept()[0] as connection:
+    with (
+        listening() as listener,
+        socket.create_connection(listener.getsockname()) as outgoing,
+        listener.accept()[0] as accepted,
+    ):
+        accepted.send(b"never read")
+        ends = LibraryEnds(frozenset({os.fstat(outgoing.fileno()).st_ino}), frozenset())
+        assert not Connections(ends).are_dry()
+        outgoing.recv(100)
+        await until(Connections(ends).are_dry)
+
+
+@contextmanager
+def unread_elsewhere() -> Iterator[socket.socket]:
+    """Let sockets of this process have bytes that nobody reads: of each kind one, and a connection that was reset.
+
+    Yields:
+        The listener that has accepted the connections.
+    """
+    with (
+        listening() as listener,
+        accept_one(listener),
+        sending(listener, 1_000) as sender,
+        listener.accept()[0] as to_reset,
+        socket.socket(type=socket.SOCK_DGRAM) as datagrams,
+    ):
+        to_reset.send(b"never read")
+        sender.kill()
+        datagrams.bind(("127.0.0.1", 0))
+        datagrams.sendto(b"never read", datagrams.getsockname())
+        yield listener
+
+
+async def test_other_sockets_of_this_process_do_not_count() -> None:
+    with listening() as listener, accept_one(listener) as connection, unread_elsewhere() as other:
         read(connection, 1_000)
-        with socket.create_connection(listener.getsockname()) as outgoing, listener.accept()[0] as accepted:
-            accepted.send(b"never read")
-            await until(Connections().are_dry)
-            assert not Connections(of_domain=True).are_dry()
-            outgoing.recv(100)
-            await until(Connections(of_domain=True).are_dry)
+        await until(Connections(accepted_at(listener)).are_dry)
+        there = Connections(accepted_at(other))
+        assert not there.are_dry()
+        port = other.getsockname()[1]
+        open_one, reset = there.describe_wet(4)
+        assert open_one.startswith(f"127.0.0.1:{port} from 127.0.0.1:")
+        assert reset == "one that was reset"
+        assert there.describe_wet(1) == [open_one]
 
 
 @pytest.mark.parametrize(
@@ -292,15 +321,31 @@ def test_connections_with_another_host_need_not_end_once_a_living_process_lists_
     monkeypatch.setattr(sockets, "NETLINK_SOCK_DIAG", UNKNOWN_PROTOCOL)
     spared: set[bytes] = set()
     host = socket.inet_aton("10.77.1.2")
-    library: Any = SimpleNamespace(listed=dict, ports={0x4038}, hosts={host})
-    agent: Any = SimpleNamespace(look_at_sockets=lambda: [library])
-    elsewhere = find_elsewhere(agent, domain=b"kernel " + host.hex().encode(), ends=spared)
-    connections = Connections(elsewhere=elsewhere)
+    library: Any = SimpleNamespace(hosts={host})
+    elsewhere = choose_elsewhere([library], domain=b"kernel " + host.hex().encode(), spared=spared)
+    ends = LibraryEnds(frozenset(), frozenset({0x4038}))
+    assert Connections(ends, of_domain=True).are_dry(), "none is with this host"
+    connections = Connections(ends, elsewhere=elsewhere)
     assert not connections.are_dry()
     spared.add(host + 0x8BA8.to_bytes(2, "big"))
     assert not connections.are_dry()
     table.write_text(FAR_ENDS.replace("9300 01", "9300 08"))  # closed by the far end, and read
     assert connections.are_dry()
+
+
+@pytest.mark.parametrize("made", [MooncakeBackend, NixlBackend])
+async def test_a_transport_does_not_wait_for_other_sockets_of_its_process(made: Callable[[], Backend]) -> None:
+    with unread_elsewhere():
+        assert await outlast(made())
+
+
+async def test_the_port_of_a_mooncake_engine_is_known_before_anybody_connects() -> None:
+    """A connection that it has just accepted may bring bytes before its socket is known."""
+    backend = MooncakeBackend()
+    async with open_backend(backend):
+        ends = await backend._call(lambda agent: last_bytes.ends_of(agent.look_at_sockets()))
+        assert ends.ports
+        assert ends.ports <= sockets.listening_ports()
 
 
 async def outlast(backend: Backend, domain: bytes | None = None) -> bool:
@@ -345,23 +390,35 @@ async def test_connections_that_cannot_be_listed_for_want_of_a_descriptor_may_st
 
 
 class Looks:
-    """A fake of `Connections`: the first `num_dry` instances are dry."""
+    """Fakes of `Connections`: the first `num_dry` instances are dry."""
 
-    made: ClassVar[list["Looks"]] = []
-    num_dry = 0
+    def __init__(self) -> None:
+        self.made: list[Looks.One] = []
+        self.num_dry = 0
 
-    def __init__(self, *, of_domain: bool, elsewhere: object) -> None:
-        self.made.append(self)
+    class One(Connections):
+        """One of them."""
 
-    def are_dry(self) -> bool:
-        return self.made.index(self) < self.num_dry
+        def __init__(self, number: int, looks: "Looks") -> None:
+            self._number, self._looks = number, looks
+
+        @override
+        def are_dry(self) -> bool:
+            return self._number < self._looks.num_dry
+
+        @override
+        def describe_wet(self, maximum: int) -> list[str]:
+            return [f"one of {maximum}"]
+
+    async def list_connections(self) -> Connections:
+        self.made.append(self.One(len(self.made), self))
+        return self.made[-1]
 
 
-async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_look_at_the_connections_answers_everybody_who_has_asked() -> None:
     """Otherwise a rank whose peers keep their connections open would check once for each peer that dies."""
-    monkeypatch.setattr(last_bytes, "Connections", Looks)
-    monkeypatch.setattr(Looks, "made", [])
-    dry, answers = SocketDrainCheck(), list[int]()
+    looks = Looks()
+    dry, answers = SocketDrainCheck("test", looks.list_connections), list[int]()
 
     async def ask(number: int) -> None:
         await dry.wait()
@@ -370,38 +427,53 @@ async def test_one_look_at_the_connections_answers_everybody_who_has_asked(monke
     async with anyio.create_task_group() as tasks:
         for number in range(3):
             tasks.start_soon(ask, number)
-        await until(lambda: len(Looks.made) == 1)
+        await until(lambda: len(looks.made) == 1)
         tasks.start_soon(ask, 3)
-        await until(lambda: len(Looks.made) == 2)
+        await until(lambda: len(looks.made) == 2)
         assert answers == []
-        monkeypatch.setattr(Looks, "num_dry", 2)
+        looks.num_dry = 2
     assert sorted(answers) == [0, 1, 2, 3]
-    assert len(Looks.made) == 2
+    assert len(looks.made) == 2
 
 
-async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_bytes, "Connections", Looks)
-    monkeypatch.setattr(Looks, "made", [])
-    dry = SocketDrainCheck()
+async def test_somebody_who_gives_up_waiting_leaves_it_to_the_others() -> None:
+    looks = Looks()
+    dry = SocketDrainCheck("test", looks.list_connections)
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(dry.wait)
-            await until(lambda: len(Looks.made) == 1)
+            await until(lambda: len(looks.made) == 1)
             scope.cancel()
-    monkeypatch.setattr(Looks, "num_dry", 10)
+    looks.num_dry = 10
     await dry.wait()
+
+
+async def test_connections_that_do_not_become_empty_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(last_bytes, "AWAITED_S", 0.0)
+    looks = Looks()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(SocketDrainCheck("test", looks.list_connections).wait)
+        await until(lambda: caplog.records)
+        looks.num_dry = 1
+    [record] = caplog.records
+    assert "last_bytes_awaited" in record.getMessage()
+    assert "one of 4" in record.getMessage()
 
 
 async def test_a_shortage_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing about the connections."""
     answers = iter([OSError(errno.EMFILE, "none"), OSError(errno.ENFILE, "none"), None])
-    look = Connections.are_dry
+    looks = Looks()
+    looks.num_dry = 1
+    look = Looks.One.are_dry
 
-    def short(connections: Connections) -> bool:
+    def short(one: Looks.One) -> bool:
         if (error := next(answers)) is not None:
             raise error
-        return look(connections)
+        return look(one)
 
-    monkeypatch.setattr(Connections, "are_dry", short)
-    await SocketDrainCheck(of_domain=True).wait()
+    monkeypatch.setattr(Looks.One, "are_dry", short)
+    await SocketDrainCheck("test", looks.list_connections).wait()
     assert next(answers, "all were used") == "all were used"

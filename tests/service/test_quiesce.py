@@ -271,9 +271,9 @@ async def test_another_process_reads_nothing_that_came_after() -> None:
             async with decode.receive(
                 room, prefill="prefill", tokens=(0, MANY_PAGES * PAGE_SIZE), pages={"kv": whole}
             ) as receiver:
-                await prefill.expect("quiesced", room)
                 await receiver.done()
-            await prefill.expect("over", room)
+            assert (await prefill.expect("over", room))["failure"] is None
+            await prefill.expect("quiesced", room)
             for buffer in target.buffers:
                 assert (buffer.reshape(2, NUM_PAGES, -1)[:, :MANY_PAGES] == FILL).all()
         await prefill.tell("leave")

@@ -1,16 +1,15 @@
 """A prefill instance in a process of its own: `python -m tests.support.prefill_process OPTIONS`.
 
 Orders: `ticket` reports a ticket. `send` sends the first page of a room, reports `half`, and on `finish` sends the
-rest, or on `abort` aborts the room; then it reports `over`. `hold` before that holds the GIL for a number of seconds,
-and reports `held`; `wait` waits for decode, and reports `granted`. `preempt` sends a room page by page, takes the pages
-back in the middle, overwrites them, reports `quiesced`, and continues from others. On SIGTERM the process finishes open
-rooms, reports `drained` and exits.
+rest, or on `abort` aborts the room; then it reports `over`, and why the room has failed, if it has. `hold` before that
+holds the GIL for a number of seconds, and reports `held`; `wait` waits for decode, and reports `granted`. `preempt`
+sends a room page by page, takes the pages back in the middle, overwrites them, reports `quiesced`, and continues from
+others. On SIGTERM the process finishes open rooms, reports `drained` and exits.
 """
 
 import ctypes
 import signal
 import sys
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -64,12 +63,15 @@ async def serve(rank: kvflow.PrefillRank, pool: Pool, line: Line, until_done: an
         if order["do"] == "ticket":
             line.report("ticket", room=order["room"], ticket=rank.ticket(order["room"]))
             continue
-        with suppress(kvflow.TransferFailed):  # the other side reports it too
+        failure = None
+        try:
             if order["do"] == "send":
                 await send(rank, order["room"], line)
             else:
                 await preempt(rank, pool, order["room"], line)
-        line.report("over", room=order["room"])
+        except kvflow.TransferFailed as error:
+            failure = str(error)
+        line.report("over", room=order["room"], failure=failure)
     until_done.cancel()
 
 
