@@ -15,10 +15,9 @@ from kvflow.stages import aggregate
 from kvflow.stages.bootstrap import PeerProofs
 from kvflow.stages.submit import Submit
 from kvflow.state import tables
-from kvflow.state.decode import core as decode_core
 from kvflow.state.decode import instances as decode_instances
+from kvflow.state.decode import liveness, progress, unconnected
 from kvflow.state.decode import peers as decode_peers
-from kvflow.state.decode import progress, unconnected
 from kvflow.state.decode import room as decode_room
 from kvflow.state.decode import rooms as decode_rooms
 from kvflow.state.decode.deadlines import ReceiveDeadline
@@ -177,12 +176,12 @@ def posting_goes_on_after_the_end(patch: Patch) -> None:
 
 
 def goodbye_is_a_proof(patch: Patch) -> None:
-    original = decode_core.DecodeCore._said_goodbye
+    original = liveness.PrefillLiveness.said_goodbye
 
-    def said_goodbye(self: decode_core.DecodeCore, peer: Any, goodbye: Any, now: float) -> list[DecodeEffect]:
+    def said_goodbye(self: liveness.PrefillLiveness, peer: Any, goodbye: Any, now: float) -> list[DecodeEffect]:
         return original(self, peer, replace(goodbye, fenced=True), now)
 
-    patch.setattr(decode_core.DecodeCore, "_said_goodbye", said_goodbye)
+    patch.setattr(liveness.PrefillLiveness, "said_goodbye", said_goodbye)
 
 
 def death_is_always_a_proof(patch: Patch) -> None:
@@ -377,15 +376,15 @@ def slots_are_not_asked_for(patch: Patch) -> None:
 
 
 def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
-    original = decode_core.DecodeCore._left
+    original = liveness.PrefillLiveness.left
 
-    def left(self: decode_core.DecodeCore, peer: Any, failure: Any, now: float) -> list[DecodeEffect]:
+    def left(self: liveness.PrefillLiveness, peer: Any, failure: Any, now: float) -> list[DecodeEffect]:
         effects = original(self, peer, failure, now)
-        self.windows.fenced(peer)
-        self.windows.reclaim(self.rooms.scatter_from)
+        self._peers.windows.fenced(peer)
+        self._peers.windows.reclaim(self._rooms.scatter_from)
         return effects
 
-    patch.setattr(decode_core.DecodeCore, "_left", left)
+    patch.setattr(liveness.PrefillLiveness, "left", left)
 
 
 def tickets_are_good_for_any_process(patch: Patch) -> None:

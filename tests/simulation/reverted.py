@@ -10,6 +10,7 @@ from kvflow.stages.submit import Submit
 from kvflow.state.decode import core as decode_core
 from kvflow.state.decode import handshake
 from kvflow.state.decode import rooms as decode_rooms
+from kvflow.state.decode.liveness import PrefillLiveness
 from kvflow.state.decode.windows import StagingWindows
 from kvflow.state.effects import CountAnomaly, DecodeEffect, PrefillEffect, Reply
 from kvflow.state.events import CloseStarted, TransportClosed
@@ -124,7 +125,7 @@ def windows_of_ranks_that_left_are_remembered(patch: Patch) -> None:
 
 def broken_connections_say_nothing(patch: Patch) -> None:
     """Detect dead ranks only by a lease of silence, and do not look up their instance before."""
-    patch.setattr(decode_core.DecodeCore, "_connection_lost", lambda *_: [])
+    patch.setattr(PrefillLiveness, "connection_lost", lambda *_: [])
 
 
 def engines_are_told_when_pages_are_quiet(patch: Patch) -> None:

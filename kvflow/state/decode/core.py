@@ -2,7 +2,6 @@
 
 from typing import assert_never
 
-from kvflow.errors import FailureReason, Stage
 from kvflow.state import events as ev
 from kvflow.state.counts import CoreCounts
 from kvflow.state.decode.deadlines import (
@@ -19,12 +18,13 @@ from kvflow.state.decode.deadlines import (
     ReceiveUndrained,
 )
 from kvflow.state.decode.handshake import Instances
+from kvflow.state.decode.liveness import PrefillLiveness
 from kvflow.state.decode.peers import PrefillPeers
 from kvflow.state.decode.room import ReceiveContext, Room
 from kvflow.state.decode.rooms import Rooms
 from kvflow.state.drain import DrainState
 from kvflow.state.effects import CountAnomaly, DecodeEffect, WatchNotices
-from kvflow.state.peers import LeaseCheck, is_genuine, log_loss
+from kvflow.state.peers import LeaseCheck, is_genuine
 from kvflow.state.quarantine import MissingProof, ProofKind, Quarantine
 from kvflow.state.settings import DecodeSettings
 from kvflow.state.timers import Timers
@@ -63,6 +63,7 @@ class DecodeCore:
         self.rooms = Rooms(context, settings, self.timers, self.quarantine)
         self.instances = Instances(me, settings, self.peers, self.rooms, self.timers)
         self.offers = self.instances.offers
+        self.liveness = PrefillLiveness(me, self.peers, self.rooms, self.instances)
         self._leaving = DrainState()
         self._is_watching = False
 
@@ -141,19 +142,24 @@ class DecodeCore:
                 return self.instances.found(event, now)
             case ev.RoutesCompiled():
                 return self.instances.compiled(event, now)
-            case ev.ConnectFailed() | ev.LookUpRefused() | ev.ConnectionObstructed():
-                return self._obstructed(event)
+            case ev.ConnectFailed():
+                return self.liveness.connect_failed(event)
+            case ev.LookUpRefused() | ev.ConnectionObstructed():
+                self.instances.obstacles.note_obstacle(event)
+                return []
             case ev.ConnectionRefused():
-                return self._connection_refused(event.peer, event.detail, now)
-            case ev.ConnectionLost() | ev.InstanceDoubted():
-                return self._doubt(event, now)
+                return self.liveness.connection_refused(event.peer, event.detail, now)
+            case ev.ConnectionLost():
+                return self.liveness.connection_lost(event.peer, now)
+            case ev.InstanceDoubted():
+                return self.liveness.doubt_ranks(event.instance, now)
             case ev.ProbeFinished():
                 effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
-                return self._process_ended(event.peer, now) if event.is_gone else effects
+                return self.liveness.process_ended(event.peer, now) if event.is_gone else effects
             case ev.AddressProbed():
                 return self.instances.issuers.finished(event, now)
             case ev.PeerFenced():
-                return self._fenced(event.peer, now)
+                return self.liveness.fenced(event.peer, now)
             case ev.Landed():
                 return self.rooms.landed(event)
             case ev.FenceImpossible():
@@ -178,6 +184,11 @@ class DecodeCore:
             case _:
                 assert_never(event)
 
+    def _scattered(self, event: ev.Scattered, now: float) -> list[DecodeEffect]:
+        effects = self.rooms.scattered(event, now)
+        self.windows.reclaim(self.rooms.scatter_from)
+        return effects
+
     def _decline(self, room: Room, failure: Failure, now: float) -> list[DecodeEffect]:
         return self.instances.decline(room, failure, now)
 
@@ -191,7 +202,7 @@ class DecodeCore:
         if event.host:
             self.peers.note_host(peer, event.host)
         if isinstance(message, Refuse):
-            return self._refused(peer, message, now)
+            return self.liveness.refused(peer, message, now)
         if not is_genuine(peer, message):
             return [CountAnomaly("message_in_the_name_of_another", peer)]
         is_back = self.peers.heard(peer, now)
@@ -218,183 +229,38 @@ class DecodeCore:
             case Welcome():
                 if not self.instances.is_handshaking(peer, message.attempt):
                     return []
-                effects = [*self._replace_others(peer, now), *self.instances.welcomed(peer, message, now)]
-                return effects if self.peers.is_connected(peer) else [*effects, *self._ask_whether_it_lives(peer, now)]
+                effects = [*self.liveness.replace_others(peer, now), *self.instances.welcomed(peer, message, now)]
+                return (
+                    effects
+                    if self.peers.is_connected(peer)
+                    else [*effects, *self.liveness.ask_whether_it_lives(peer, now)]
+                )
             case PagesQuery() | SlotQuery():
                 return self.rooms.answer(peer, message)
             case Goodbye():
-                return self._said_goodbye(peer, message, now)
+                return self.liveness.said_goodbye(peer, message, now)
             case OfferAnswered():
                 return self.offers.answered(peer, message)
             case _:
                 return [CountAnomaly(f"unexpected_{type(message).__name__.lower()}", peer)]
-
-    def _replace_others(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Give up earlier incarnations of a rank that has accepted a Hello, and earlier owners of its address."""
-        effects: list[DecodeEffect] = []
-        for other in self.peers.at_endpoint(peer):
-            effects += self._process_ended(other, now)
-        for other in self.peers.of_rank(peer):
-            failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
-            effects += [*self._left(other, failure, now), *self.peers.probe(other)]
-        return effects
-
-    def _refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
-        if refuse.peer != peer:  # another process answers at its port, or at its address in a directory
-            is_its_port = self.peers.is_where_it_listens(peer)
-            ended = self._process_ended(peer, now) if is_its_port else self._is_not_there(peer, now)
-            return [*ended, *self.peers.close(peer)]
-        if refuse.attempt is not None:
-            return self.instances.refused(peer, refuse, now)
-        if refuse.to not in (None, self.me) or peer not in self.peers:
-            return []
-        if self.instances.is_handshaking(peer):  # it answers a message sent before the Hello
-            return []
-        detail = f"{peer.rank} no longer knows this rank: {refuse.detail}"
-        return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
-
-    def _said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[DecodeEffect]:
-        failure = goodbye.failure or self._failure(FailureReason.PEER_CLOSED, f"{peer.rank} is closing")
-        self.peers.said_goodbye(peer)
-        effects = self._fenced(peer, now, failure) if goodbye.fenced else []
-        effects += self._over(peer, failure, now)
-        if not goodbye.fenced:  # its process may end soon, which is a proof for some transports
-            effects += self.peers.probe(peer)
-        return [*effects, *self.peers.close(peer)]  # no message follows a Goodbye
-
-    # Peers -----------------------------------------------------------------------------------------------------------
-
-    def _obstructed(self, event: ev.ConnectFailed | ev.LookUpRefused | ev.ConnectionObstructed) -> list[DecodeEffect]:
-        self.instances.obstacles.note_obstacle(event)
-        if not isinstance(event, ev.ConnectFailed):
-            return []
-        self.peers.open_failed(event.peer)
-        return [] if event.is_short else [CountAnomaly("connect_failed", event.peer, detail=event.detail)]
-
-    def _doubt(self, event: ev.ConnectionLost | ev.InstanceDoubted, now: float) -> list[DecodeEffect]:
-        """Treat the ranks of a doubted instance as if their connections had broken: those that are well answer soon."""
-        if isinstance(event, ev.ConnectionLost):
-            return self._connection_lost(event.peer, now)
-        connected = [peer for peer in self.instances.peers_of(event.instance) if self.peers.is_connected(peer)]
-        return [effect for peer in connected for effect in self._connection_lost(peer, now)]
-
-    def _connection_lost(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Probe a rank whose connection broke, and send it nothing new until it is heard from."""
-        known = self.peers.find(peer)
-        if known is None:
-            if not self.instances.is_handshaking(peer):
-                return []
-            self.peers.broke_early(peer)
-            return self.instances.suspect(peer, now)
-        known.disconnected()
-        return [*self._ask_whether_it_lives(peer, now), *self.instances.suspect(peer, now)]
-
-    def _ask_whether_it_lives(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        return [*self.peers.probe(peer), *self._ping(peer, now)]
-
-    def _ping(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        return self.peers.ping(peer, now, asks_ends=bool(self.rooms.unproved))
-
-    def _connection_refused(self, peer: PeerId, detail: str, now: float) -> list[DecodeEffect]:
-        """Give up a rank because one side refuses the other's key."""
-        counted = CountAnomaly("connection_refused", peer, detail=detail)
-        if peer not in self.peers:
-            return [counted, *self.instances.connection_refused(peer, detail, now)]
-        return [counted, *self._left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
-
-    def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Act on the proof that the process of a rank has ended."""
-        failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
-        is_fenced, effects = self.peers.ended(peer, now)
-        if is_fenced:
-            effects += self._fenced(peer, now, failure)
-        return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
-
-    def _is_not_there(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Give up an incarnation that is not at its listed address. This is no proof: directories may lie."""
-        self.peers.said_goodbye(peer)
-        failure = self._failure(FailureReason.PEER_LOST, f"somebody else answers where {peer.rank} was listed")
-        return self._over(peer, failure, now)
-
-    def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        """Give up an incarnation that is over, whether connected or in the handshake."""
-        if peer in self.peers:
-            return self._left(peer, failure, now)
-        return self.instances.lost(peer, now) if self.instances.is_handshaking(peer) else []
-
-    def _fenced(self, peer: PeerId, now: float, failure: Failure | None = None) -> list[DecodeEffect]:
-        """Act on the proof that no write of an incarnation can land any more."""
-        failure = failure or self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
-        effects = self.rooms.peer_fenced(peer, failure, now)
-        self.peers.fenced(peer)
-        self.windows.reclaim(self.rooms.scatter_from)
-        return [*effects, *(self._close_unless_awaited(peer, now) if self.peers.has_ended(peer) else [])]
-
-    def _scattered(self, event: ev.Scattered, now: float) -> list[DecodeEffect]:
-        effects = self.rooms.scattered(event, now)
-        self.windows.reclaim(self.rooms.scatter_from)
-        return effects
-
-    def _close_unless_awaited(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        return self.peers.close_unless_awaited(peer, now, is_awaited=self.rooms.await_proof_of(peer))
-
-    def _left(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
-        if not self.peers.left(peer):
-            return []
-        return [
-            log_loss("peer_disconnected", peer, failure),
-            *self.offers.peer_lost(peer, failure),
-            *self.rooms.peer_lost(peer, failure, now),
-            *self.instances.lost(peer, now),
-            *self._close_unless_awaited(peer, now),
-        ]
 
     # Timers ----------------------------------------------------------------------------------------------------------
 
     def _expired(self, key: DecodeTimer, now: float, late_s: float) -> list[DecodeEffect]:
         match key:
             case LeaseCheck(peer):
-                return self._check_lease(peer, now, late_s)
+                return self.liveness.check_lease(peer, now, late_s)
             case PingDue(peer):
-                return self._ping(peer, now)
+                return self.liveness.ping_rank(peer, now)
             case ProbeDue(peer):
                 return self.peers.probe_suspect(peer)
             case QueuePairsGone(peer):
-                return self._fenced(peer, now)
+                return self.liveness.fenced(peer, now)
             case PeerForgotten(peer):
-                return self._forget_if_unused(peer, now)
+                return self.liveness.forget_if_unused(peer, now)
             case OfferUnanswered() | OfferOverdue():
                 return self.offers.expired(key, now)
             case ReceiveDeadline() | ReceiveStalled() | ReceiveUnanswered() | ReceiveUndrained():
                 return self.rooms.expired(key, now)
             case _:
                 return self.instances.expired(key, now)
-
-    def _check_lease(self, peer: PeerId, now: float, late_s: float) -> list[DecodeEffect]:
-        """Declare a rank lost after it was silent for a whole lease."""
-        known = self.peers.find(peer)
-        if known is None or not known.check(now, late_s):
-            return []
-        self.peers.lost(peer, now)
-        failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} was silent for {known.lease_s} s")
-        return [
-            log_loss("peer_lost", peer, failure),
-            *self.offers.peer_lost(peer, failure),
-            *self.rooms.peer_lost(peer, failure, now),
-            *self.instances.lost(peer, now),
-        ]
-
-    def _forget_if_unused(self, peer: PeerId, now: float) -> list[DecodeEffect]:
-        """Forget a rank that stayed silent, or close its connection, unless a transfer still waits for its proof."""
-        if peer not in self.peers and self.instances.is_handshaking(peer):  # the connection is in use again
-            return []
-        if peer not in self.peers and self.peers.has_ended(peer):  # its last messages have arrived or never will
-            return self.peers.close(peer)
-        if self.rooms.involve(peer):
-            self.peers.lost(peer, now)
-            return []
-        failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} stayed silent")
-        return [*self._left(peer, failure, now), *self._close_unless_awaited(peer, now)]
-
-    def _failure(self, reason: FailureReason, detail: str) -> Failure:
-        return Failure(reason, Stage.BOOTSTRAP, str(self.me.rank), detail)
