@@ -18,10 +18,11 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from kvflow.backends.sockets import INTERNET, listening_ports, opened
+from kvflow.backends.sockets import INTERNET, listening_ports
 
 __all__ = [
     "CHECK_S",
@@ -30,6 +31,7 @@ __all__ = [
     "Carried",
     "LibrarySockets",
     "find_epolls",
+    "opened",
     "remote_end",
     "shut_down",
 ]
@@ -236,6 +238,28 @@ def find_epolls(make: Callable[[], Made]) -> tuple[Made, tuple[int, ...]]:
         watched = {number for fd in after for number, _ in _registered_with(fd)}
         found = tuple(copy for fd in sorted(after - before) for copy in _duplicate(fd, is_watched=fd in watched))
     return made, found
+
+
+@contextmanager
+def opened(fd: int, inode: int) -> Iterator[socket.socket | None]:
+    """Duplicate a socket's descriptor for the block; None if it is not a socket, or was closed in the meantime."""
+    found = None
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        if os.fstat(copy).st_ino == inode:
+            found = socket.socket(fileno=copy)
+    except OSError:  # not a socket
+        pass
+    if found is None:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        yield found
 
 
 def shut_down(found: socket.socket) -> None:

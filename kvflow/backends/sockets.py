@@ -29,7 +29,6 @@ import struct
 import sys
 import termios
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +50,6 @@ __all__ = [
     "is_wet",
     "kernel_domain",
     "listening_ports",
-    "opened",
     "remote_ends",
 ]
 
@@ -202,14 +200,8 @@ class Connections:
         self._library = library
         self._elsewhere = elsewhere
         self._has_unread = False
-        rows, sockets = _rows(), _sockets()
-        ports = {_port(row.ends[0]) for row in rows if row.state == LISTENS and row.inode in sockets}
-        mine = [
-            row
-            for row in rows
-            if row.state != LISTENS
-            and (library.include(row.inode, _port(row.ends[0])) or (not row.inode and _port(row.ends[0]) in ports))
-        ]
+        rows = _rows()
+        mine = [row for row in rows if row.state != LISTENS and library.include(row.inode, _port(row.ends[0]))]
         if elsewhere is not None:
             seen = {row.ends for row in rows}
             mine = [row for row in mine if row.ends[::-1] not in seen and elsewhere.includes(row)]
@@ -237,11 +229,18 @@ class Connections:
         return (found + ["one that was reset"] * self._has_unread)[:maximum]
 
     def _is_unread(self, fd: int, inode: int) -> bool:
-        """Return whether a socket is a TCP connection of the library with bytes to read."""
-        with opened(fd, inode) as found:
-            if found is None or found.family not in INTERNET or found.type != socket.SOCK_STREAM:
-                return False
-            return self._library.include(inode, found.getsockname()[1]) and _num_unread(found.fileno()) > 0
+        """Return whether a socket is a TCP connection of the library with bytes to read. Needs no free descriptor."""
+        try:
+            found = socket.socket(fileno=fd)
+        except OSError:  # closed in the meantime
+            return False
+        try:
+            is_connection = found.family in INTERNET and found.type == socket.SOCK_STREAM
+            return is_connection and self._library.include(inode, found.getsockname()[1]) and _num_unread(fd) > 0
+        except OSError:  # closed in the meantime
+            return False
+        finally:
+            found.detach()  # it is not ours to close
 
 
 def is_wet(row: Row, far: Mapping[Ends, int]) -> bool:
@@ -258,28 +257,6 @@ def listening_ports(inodes: Collection[int] | None = None) -> frozenset[int]:
     """Return the ports on which this process listens, or only those of some of its sockets."""
     sockets = _sockets() if inodes is None else inodes
     return frozenset(_port(row.ends[0]) for row in _rows() if row.state == LISTENS and row.inode in sockets)
-
-
-@contextmanager
-def opened(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """Duplicate a socket's descriptor for the block; None if it is not a socket, or was closed in the meantime."""
-    found = None
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        yield None
-        return
-    try:
-        if os.fstat(copy).st_ino == inode:
-            found = socket.socket(fileno=copy)
-    except OSError:  # not a socket
-        pass
-    if found is None:
-        os.close(copy)
-        yield None
-        return
-    with found:
-        yield found
 
 
 def remote_ends(inodes: Collection[int]) -> dict[int, tuple[bytes, int]]:

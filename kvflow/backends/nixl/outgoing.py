@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvflow.backends.library_sockets import Address, LibrarySockets, remote_end, shut_down
-from kvflow.backends.sockets import INTERNET, listening_ports, opened, remote_ends
+from kvflow.backends.library_sockets import Address, LibrarySockets, opened, remote_end, shut_down
+from kvflow.backends.sockets import INTERNET, listening_ports, remote_ends
 
 __all__ = ["ANSWER_S", "InUse", "OutgoingSockets", "StaleConnections"]
 

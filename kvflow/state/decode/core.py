@@ -128,8 +128,7 @@ class DecodeCore:
                 self._leaving.check_open(event.room)
                 return self.instances.want(self.rooms.open(event, now), now)
             case ev.ReceiveGranted():
-                room, effects = self.rooms.take_pages(event, now)
-                return [*effects, *self.instances.want(room, now)]
+                return self._take_pages(event, now)
             case ev.TimePassed():
                 return [effect for key, late_s in self.timers.expire(now) for effect in self._expired(key, now, late_s)]
             case ev.ReceiveAborted():
@@ -154,8 +153,7 @@ class DecodeCore:
             case ev.InstanceDoubted():
                 return self.liveness.doubt_ranks(event.instance, now)
             case ev.ProbeFinished():
-                effects = self.peers.probe_finished(event.peer, now, is_gone=event.is_gone)
-                return self.liveness.process_ended(event.peer, now) if event.is_gone else effects
+                return self.liveness.probe_finished(event, now)
             case ev.AddressProbed():
                 return self.instances.issuers.finished(event, now)
             case ev.PeerFenced():
@@ -177,12 +175,19 @@ class DecodeCore:
                 self._leaving.drain(event.failure)
                 return []
             case ev.CloseStarted():
-                self._leaving.close(event.failure)
-                return [*self.offers.fail_all(event.failure), *self.rooms.close(event.failure, now)]
+                return self._close(event.failure, now)
             case ev.TransportClosed():
                 return [sent for peer in self.peers.all_open for sent in self.peers.send(peer, Goodbye(peer=self.me))]
             case _:
                 assert_never(event)
+
+    def _take_pages(self, event: ev.ReceiveGranted, now: float) -> list[DecodeEffect]:
+        room, effects = self.rooms.take_pages(event, now)
+        return [*effects, *self.instances.want(room, now)]
+
+    def _close(self, failure: Failure, now: float) -> list[DecodeEffect]:
+        self._leaving.close(failure)
+        return [*self.offers.fail_all(failure), *self.rooms.close(failure, now)]
 
     def _scattered(self, event: ev.Scattered, now: float) -> list[DecodeEffect]:
         effects = self.rooms.scattered(event, now)

@@ -93,6 +93,11 @@ class PrefillLiveness:
             return [counted, *self._instances.connection_refused(peer, detail, now)]
         return [counted, *self.left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
 
+    def probe_finished(self, event: ev.ProbeFinished, now: float) -> list[DecodeEffect]:
+        """Act on the answer of a rank's address."""
+        effects = self._peers.probe_finished(event.peer, now, is_gone=event.is_gone)
+        return self.process_ended(event.peer, now) if event.is_gone else effects
+
     def process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Act on the proof that the process of a rank has ended."""
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
