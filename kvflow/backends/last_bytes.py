@@ -1,6 +1,7 @@
 """Base class for transports whose bytes in flight to and from host memory the kernel shows, in TCP connections."""
 
 import abc
+import errno
 import functools
 import math
 from collections.abc import Awaitable, Callable, Collection
@@ -26,7 +27,7 @@ from kvflow.errors import BackendError, Shortage
 from kvflow.observe.logs import get_logger
 from kvflow.resources import check_shortage
 
-__all__ = ["LastBytesBackend", "SocketDrainCheck", "TcpAgent", "choose_elsewhere", "ends_of"]
+__all__ = ["LastBytesBackend", "SocketDrainCheck", "TcpAgent", "accepted_ends", "choose_elsewhere", "ends_of"]
 
 Result = TypeVar("Result")
 
@@ -57,16 +58,14 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
     """Waits for last bytes: on this kernel until connections are dry, else until they are closed and read.
 
     Args:
-        of_domain: Bytes from this kernel may come over other paths than TCP, unless the process says that it can see
-            all of them, too (`domain`).
+        of_domain: On this kernel, check only connections with its own processes, whichever side opened them. Otherwise
+            check those that peers opened, with any process.
     """
 
     def __init__(self, intervals: PollIntervals, close_timeout_s: float, *, of_domain: bool) -> None:
         super().__init__(intervals, close_timeout_s)
         self._of_domain = of_domain
-        self._drain_of_domain, self._drain_of_all = (
-            SocketDrainCheck(self.name, functools.partial(self._list_all, of_domain=chosen)) for chosen in (True, False)
-        )
+        self._socket_drain = SocketDrainCheck(self.name, self._list_here)
 
     @abc.abstractmethod
     def _can_be_seen(self) -> bool:
@@ -97,7 +96,7 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
         if not own or (not domain and (is_alive or self._of_domain)):
             return False
         try:
-            drain = self._drain_of_domain if domain else self._drain_of_all
+            drain = self._socket_drain
             if domain and not is_same_kernel(domain, own):
                 drain = SocketDrainCheck(self.name, functools.partial(self._list_elsewhere, domain, ends))
             await drain.wait()
@@ -107,9 +106,11 @@ class LastBytesBackend(OwnerBackend[AnyTcpAgent, AnyPeer], Generic[AnyTcpAgent, 
             return False
         return True
 
-    async def _list_all(self, *, of_domain: bool) -> Connections:
+    async def _list_here(self) -> Connections:
         ends = await self._call(lambda agent: ends_of(agent.look_at_sockets()))
-        return await _look(lambda: Connections(ends, of_domain=of_domain))
+        if not self._of_domain:
+            ends = accepted_ends(ends)
+        return await _look(lambda: Connections(ends, of_domain=self._of_domain))
 
     async def _list_elsewhere(self, domain: bytes, spared: Collection[bytes]) -> Connections:
         def find(agent: AnyTcpAgent) -> tuple[LibraryEnds, Elsewhere]:
@@ -125,6 +126,13 @@ def ends_of(found: Collection[LibrarySockets]) -> LibraryEnds:
     inodes = frozenset(inode for sockets in found for inode in sockets.listed())
     accepted_at = frozenset(port for sockets in found for port in sockets.ports)
     return LibraryEnds(inodes, accepted_at | listening_ports(inodes))
+
+
+def accepted_ends(ends: LibraryEnds) -> LibraryEnds:
+    """Return the ends of connections that peers opened. If no port is known that they came to, this raises OSError."""
+    if not ends.ports:
+        raise OSError(errno.ENOTSUP, "the port of the library is not known")
+    return LibraryEnds(frozenset(), ends.ports)
 
 
 def choose_elsewhere(found: Collection[LibrarySockets], *, domain: bytes, spared: Collection[bytes]) -> Elsewhere:

@@ -346,6 +346,9 @@ async def test_the_port_of_a_mooncake_engine_is_known_before_anybody_connects() 
         ends = await backend._call(lambda agent: last_bytes.ends_of(agent.look_at_sockets()))
         assert ends.ports
         assert ends.ports <= sockets.listening_ports()
+        assert last_bytes.accepted_ends(ends) == LibraryEnds(frozenset(), ends.ports)
+    with pytest.raises(OSError, match="port"):
+        last_bytes.accepted_ends(LibraryEnds(ends.inodes, frozenset()))
 
 
 async def outlast(backend: Backend, domain: bytes | None = None) -> bool:
