@@ -25,6 +25,7 @@ from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
 from tests.support.instances import (
     BACKENDS,
     QUICK,
+    SOON_QUARANTINED,
     Deployment,
     Request,
     decode_config,
@@ -290,7 +291,7 @@ async def leave_broken(deployment: Deployment, rank: kvflow.PrefillRank | kvflow
 
 
 async def test_a_peer_of_a_rank_that_breaks_learns_at_once_why() -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         request = deployment.request(1, 8)
         failures: list[TransferFailed] = []
 
@@ -308,7 +309,7 @@ async def test_a_peer_of_a_rank_that_breaks_learns_at_once_why() -> None:
 
 async def test_a_sender_whose_pages_are_free_does_not_wait_for_a_broken_rank() -> None:
     """Everything is written, and only the Ack is missing, which a broken rank never receives."""
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan.append("lose_notice")
         failures: dict[str, TransferFailed] = {}
@@ -344,7 +345,7 @@ async def test_what_a_broken_decode_rank_could_not_prove_stays_in_quarantine_whe
 
 
 async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pages() -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].hold()
         async with anyio.create_task_group() as tasks:
@@ -361,7 +362,7 @@ async def test_leaving_a_broken_prefill_rank_fences_its_writes_and_frees_its_pag
 
 async def test_a_fault_within_a_call_of_the_engine_breaks_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining effects of the call are lost, and the state of the rank is no longer reliable."""
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         prefill, request = deployment.prefill[0], deployment.request(1, 8)
         failures: list[TransferFailed] = []
 

@@ -24,7 +24,16 @@ from tests.service.test_any_layout import hand_over, posts, small_worlds, stops_
 from tests.support.examples import examples
 from tests.support.failures import catch, receive_failure, undisturbed
 from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
-from tests.support.instances import BACKENDS, Deployment, Request, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import (
+    BACKENDS,
+    SOON_QUARANTINED,
+    Deployment,
+    Request,
+    decode_config,
+    deploy,
+    make_pool,
+    prefill_config,
+)
 from tests.support.pools import Pool
 from tests.support.registries import registry_in_thread
 from tests.support.waiting import until
@@ -110,7 +119,7 @@ async def test_a_notice_that_overtakes_its_bytes(digest: bool) -> None:
 
     When digests differ, notices are no proof any more, and the pages wait for the end of the write.
     """
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         (faults,) = deployment.faults
         faults.plan.append("overtake")
         faults.hold()

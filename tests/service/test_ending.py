@@ -8,7 +8,7 @@ from kvflow.config import Timeouts
 from kvflow.errors import FailureReason, LocalProtocolError, Stage, TransferFailed
 from kvflow.state.tables import Memory, Outcome
 from tests.support.failures import catch, undisturbed
-from tests.support.instances import BACKENDS, Request, deploy
+from tests.support.instances import BACKENDS, SOON_QUARANTINED, Request, deploy
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -133,7 +133,7 @@ async def test_one_prefill_rank_failing_fails_all_parties_at_once() -> None:
 
 
 async def test_write_in_doubt_keeps_the_pages_in_quarantine() -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         request = deployment.request(1, 8)
         deployment.faults[0].plan.append("doubt")
         failures: dict[str, TransferFailed] = {}
@@ -173,7 +173,7 @@ async def test_lost_notice_is_a_success_for_nobody() -> None:
 
 
 async def test_deadline_reaches_both_sides() -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         await undisturbed(deployment)  # the first handshake may take longer than this transfer may
         request = deployment.request(1, 8)
         failures: dict[str, TransferFailed] = {}
@@ -194,7 +194,7 @@ async def test_deadline_reaches_both_sides() -> None:
 
 
 async def test_late_proof_ends_the_quarantine() -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         request = deployment.request(1, 4)
         deployment.faults[0].hold()
         failures: dict[str, TransferFailed] = {}
@@ -310,7 +310,7 @@ async def test_nothing_is_waited_for_before_it_has_begun() -> None:
 
 
 async def test_posts_in_doubt_give_their_credit_back() -> None:
-    async with deploy(limits=Bounds(posts_per_peer=1)) as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED, limits=Bounds(posts_per_peer=1)) as deployment:
         request = deployment.request(1, 4)
         deployment.faults[0].plan.append("doubt")
         failures: dict[str, TransferFailed] = {}

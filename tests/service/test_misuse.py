@@ -21,7 +21,15 @@ from kvflow.state.tables import Memory, Outcome
 from tests.observe.lines import printed
 from tests.support.failures import catch, catch_into, undisturbed
 from tests.support.faulty_memory import FaultScript, FaultyMemoryBackend
-from tests.support.instances import Deployment, Request, decode_config, deploy, make_pool, prefill_config
+from tests.support.instances import (
+    SOON_QUARANTINED,
+    Deployment,
+    Request,
+    decode_config,
+    deploy,
+    make_pool,
+    prefill_config,
+)
 from tests.support.registries import registry_in_thread
 from tests.support.waiting import until
 
@@ -320,7 +328,7 @@ async def test_a_device_that_no_thread_can_wait_for_fails_its_transfer_only(monk
 async def test_an_effect_that_raises_breaks_the_rank_and_says_what_was_left_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with deploy() as deployment:
+    async with deploy(timeouts=SOON_QUARANTINED) as deployment:
         prefill, first, second = deployment.prefill[0], deployment.request(1, 8), deployment.request(2, 8)
         failures: dict[str, TransferFailed] = {}
 

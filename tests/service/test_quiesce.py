@@ -17,6 +17,7 @@ from tests.support.instances import (
     BACKENDS,
     NUM_PAGES,
     PAGE_SIZE,
+    SOON_QUARANTINED,
     Deployment,
     decode_config,
     deploy,
@@ -220,7 +221,7 @@ async def test_a_chunk_that_is_admitted_while_it_asks_for_its_turn_is_sent(monke
 
 
 async def test_a_room_that_fails_meanwhile_raises_and_says_how_its_pages_are() -> None:
-    async with deploy() as ranks:
+    async with deploy(timeouts=SOON_QUARANTINED) as ranks:
         ranks.faults[0].hold()
         sender = ranks.prefill[0].send(1)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import anyio
@@ -23,6 +23,7 @@ __all__ = [
     "BACKENDS",
     "PATIENT",
     "QUICK",
+    "SOON_QUARANTINED",
     "Deployment",
     "Request",
     "anomalies_of",
@@ -49,8 +50,11 @@ UNTOUCHED = 0xEE
 QUICK = Timeouts(handshake_s=2.0, transfer_s=15.0, grant_s=5.0, drain_s=0.5, lease_s=2.0)
 """Short timeouts, for tests that wait for a handshake deadline."""
 
-PATIENT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drain_s=0.5, lease_s=2.0)
+PATIENT = Timeouts(handshake_s=15.0, transfer_s=30.0, grant_s=20.0, drain_s=5.0, lease_s=2.0)
 """Long timeouts, for ranks that stay reachable on a busy machine."""
+
+SOON_QUARANTINED = replace(PATIENT, drain_s=0.5)
+"""For tests in which a proof does not come."""
 
 DEFAULT_LIMITS = Limits()
 
