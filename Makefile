@@ -1,7 +1,7 @@
 # make demo    install everything into .venv, then watch a KV cache cross two processes
 # make test    install everything into .venv, then every check except the slow tests; within five minutes on two cores
 # make test-all   also the slow tests, properties with twelve times the examples, the service and the tests for devices on a fake device, and test-pythons; within 25 minutes
-# make test-pythons   the tests that need neither torch nor a transport library, on each supported Python that is found
+# make test-pythons   the tests that need neither torch nor a transport library, on each other supported Python that is found
 # make test-sglang   the adapter of SGLang, driven by SGLang's own code; installs it into .cache; no GPU; five minutes
 # make test-vllm   run real vLLM servers and routers on this machine's CPUs; installs them into .cache, 4 GB; three quarters of an hour
 # make test-device   what needs a CUDA device, step by step, in ten minutes, with a table; installs into .cache (STEPS="events,..." runs some; FAKE_DEVICE=low rehearses it on a fake device)
@@ -54,8 +54,8 @@ test-device: $(if $(FAKE_DEVICE),install)
 test-transformers: install
 	$(PYTEST) tests/engines/transformers
 
-test-pythons:
-	sh scripts/test-pythons.sh .cache/pythons
+test-pythons: install
+	sh scripts/test-pythons.sh .cache/pythons $(BIN)/python
 
 fuzz: install
 	$(BIN)/pytest --hypothesis-profile=fuzz --hypothesis-show-statistics tests/geometry/test_any_layout.py
