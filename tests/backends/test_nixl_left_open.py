@@ -91,7 +91,7 @@ async def come_and_go(source: Endpoint, agents: Sequence[ForeignAgent], *, is_wr
 )
 @pytest.mark.parametrize(
     ("count", "most_kept"),
-    [(10, 2), pytest.param(200, MAX_KEPT, marks=pytest.mark.slow)],
+    [(10, 2), pytest.param(3 * MAX_KEPT, MAX_KEPT, marks=pytest.mark.slow)],
 )
 async def test_ever_new_agents_of_a_process_that_lives_use_up_no_descriptors(
     monkeypatch: pytest.MonkeyPatch, count: int, most_kept: int, is_written_to: bool

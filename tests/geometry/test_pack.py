@@ -28,6 +28,7 @@ from kvflow.geometry.pages import TokenPages
 from kvflow.geometry.ranges import WHOLE
 from kvflow.packing.copier import Copier, HostCopier, PackWork
 from kvflow.packing.device import DeviceCopier
+from tests.support.examples import examples
 from tests.support.links import Link, links
 from tests.support.worlds import Rank, World, worlds
 
@@ -95,7 +96,7 @@ def move(world: World, link: Link, order: Order, copier: Copier) -> None:
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("copier", COPIERS, ids=lambda copier: type(copier).__name__)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(worlds(), st.builds(Order, st.booleans(), stops))
 def test_every_wanted_cell_arrives_and_nothing_else_changes(copier: Copier, world: World, order: Order) -> None:
     world.compute()
