@@ -16,8 +16,8 @@ If the kernel does not show what a function needs, that raises OSError.
 
 Source: Mooncake, commit 0ab6a43, tcp_transport_session_impl.h: bytes for host memory are read from the socket to their
 destination, those for device memory to a buffer first. UCX 1.23, tcp_ep.c: the same, and a message that was read is
-handled before the call that read it returns. A connection carries writes only after the library that accepted it has
-registered it with its epoll instance and answered.
+handled before the call that read it returns. tcp_cm.c: a connection carries writes only after the side that accepted it
+has registered it with its epoll instance and answered. Mooncake's may carry some earlier, so those count by their port.
 """
 
 import array

@@ -376,7 +376,7 @@ def slots_are_not_asked_for(patch: Patch) -> None:
 
 
 def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
-    original = liveness.PrefillLiveness.left
+    original = liveness.PrefillLiveness._left
 
     def left(self: liveness.PrefillLiveness, peer: Any, failure: Any, now: float) -> list[DecodeEffect]:
         effects = original(self, peer, failure, now)
@@ -384,7 +384,7 @@ def windows_of_the_lost_go_to_others_without_a_proof(patch: Patch) -> None:
         self._peers.windows.reclaim(self._rooms.scatter_from)
         return effects
 
-    patch.setattr(liveness.PrefillLiveness, "left", left)
+    patch.setattr(liveness.PrefillLiveness, "_left", left)
 
 
 def tickets_are_good_for_any_process(patch: Patch) -> None:

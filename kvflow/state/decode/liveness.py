@@ -25,17 +25,17 @@ class PrefillLiveness:
         """Give up earlier incarnations of a rank that has accepted a Hello, and earlier owners of its address."""
         effects: list[DecodeEffect] = []
         for other in self._peers.at_endpoint(peer):
-            effects += self.process_ended(other, now)
+            effects += self._process_ended(other, now)
         for other in self._peers.of_rank(peer):
             failure = self._failure(FailureReason.PEER_LOST, f"{other.rank} has restarted")
-            effects += [*self.left(other, failure, now), *self._peers.probe(other)]
+            effects += [*self._left(other, failure, now), *self._peers.probe(other)]
         return effects
 
     def refused(self, peer: PeerId, refuse: Refuse, now: float) -> list[DecodeEffect]:
         """Handle a message that a rank, or whoever is where it was, does not accept."""
         if refuse.peer != peer:  # another process answers at its port, or at its address in a directory
             is_its_port = self._peers.is_where_it_listens(peer)
-            ended = self.process_ended(peer, now) if is_its_port else self.is_not_there(peer, now)
+            ended = self._process_ended(peer, now) if is_its_port else self._is_not_there(peer, now)
             return [*ended, *self._peers.close(peer)]
         if refuse.attempt is not None:
             return self._instances.refused(peer, refuse, now)
@@ -44,7 +44,7 @@ class PrefillLiveness:
         if self._instances.is_handshaking(peer):  # it answers a message sent before the Hello
             return []
         detail = f"{peer.rank} no longer knows this rank: {refuse.detail}"
-        return self.left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
+        return self._left(peer, self._failure(FailureReason.PEER_LOST, detail), now)
 
     def said_goodbye(self, peer: PeerId, goodbye: Goodbye, now: float) -> list[DecodeEffect]:
         """Give up a rank that is closing; nothing follows its Goodbye."""
@@ -91,14 +91,14 @@ class PrefillLiveness:
         counted = CountAnomaly("connection_refused", peer, detail=detail)
         if peer not in self._peers:
             return [counted, *self._instances.connection_refused(peer, detail, now)]
-        return [counted, *self.left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
+        return [counted, *self._left(peer, self._failure(FailureReason.REFUSED, f"{peer.rank}: {detail}"), now)]
 
     def probe_finished(self, event: ev.ProbeFinished, now: float) -> list[DecodeEffect]:
         """Act on the answer of a rank's address."""
         effects = self._peers.probe_finished(event.peer, now, is_gone=event.is_gone)
-        return self.process_ended(event.peer, now) if event.is_gone else effects
+        return self._process_ended(event.peer, now) if event.is_gone else effects
 
-    def process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+    def _process_ended(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Act on the proof that the process of a rank has ended."""
         failure = self._failure(FailureReason.PEER_LOST, f"the process of {peer.rank} has ended")
         is_fenced, effects = self._peers.ended(peer, now)
@@ -106,7 +106,7 @@ class PrefillLiveness:
             effects += self.fenced(peer, now, failure)
         return [*effects, *self._over(peer, failure, now), *self._close_unless_awaited(peer, now)]
 
-    def is_not_there(self, peer: PeerId, now: float) -> list[DecodeEffect]:
+    def _is_not_there(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         """Give up an incarnation that is not at its listed address. This is no proof: directories may lie."""
         self._peers.said_goodbye(peer)
         failure = self._failure(FailureReason.PEER_LOST, f"somebody else answers where {peer.rank} was listed")
@@ -115,7 +115,7 @@ class PrefillLiveness:
     def _over(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Give up an incarnation that is over, whether connected or in the handshake."""
         if peer in self._peers:
-            return self.left(peer, failure, now)
+            return self._left(peer, failure, now)
         return self._instances.lost(peer, now) if self._instances.is_handshaking(peer) else []
 
     def fenced(self, peer: PeerId, now: float, failure: Failure | None = None) -> list[DecodeEffect]:
@@ -129,7 +129,7 @@ class PrefillLiveness:
     def _close_unless_awaited(self, peer: PeerId, now: float) -> list[DecodeEffect]:
         return self._peers.close_unless_awaited(peer, now, is_awaited=self._rooms.await_proof_of(peer))
 
-    def left(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
+    def _left(self, peer: PeerId, failure: Failure, now: float) -> list[DecodeEffect]:
         """Give up a connected rank, and all that was wanted from it."""
         if not self._peers.left(peer):
             return []
@@ -165,7 +165,7 @@ class PrefillLiveness:
             self._peers.lost(peer, now)
             return []
         failure = self._failure(FailureReason.PEER_LOST, f"{peer.rank} stayed silent")
-        return [*self.left(peer, failure, now), *self._close_unless_awaited(peer, now)]
+        return [*self._left(peer, failure, now), *self._close_unless_awaited(peer, now)]
 
     def _failure(self, reason: FailureReason, detail: str) -> Failure:
         return Failure(reason, Stage.BOOTSTRAP, str(self._me.rank), detail)
